@@ -1,7 +1,7 @@
 """regard explain: which backend runs a call, and why the others do not; nothing is computed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,16 +162,10 @@ def refused(model: ModelShape) -> dict[str, list[int]]:
 
 def _merged(calls: Iterator[Explained]) -> list[Explained]:
     """Join calls that are alike, with the layers of all of them."""
-    layers: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], Explained] = {}
+    layers: dict[Explained, list[int]] = {}
     for each in calls:
-        key = each.kind, each.phase, each.form, each.call
-        layers.setdefault(key, []).extend(each.layers)
-        first.setdefault(key, each)
-    return [
-        Explained(tuple(sorted(layers[key])), each.kind, each.phase, each.form, each.call)
-        for key, each in first.items()
-    ]
+        layers.setdefault(replace(each, layers=()), []).extend(each.layers)
+    return [replace(each, layers=tuple(sorted(found))) for each, found in layers.items()]
 
 
 def _of_layer(

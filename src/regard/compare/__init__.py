@@ -1,6 +1,6 @@
 """Measurements of a model with each attention that it can have, side by side.
 
-load -> prove that logits under regard are the model's own -> convert -> measure
+load -> measure the first row, whose logits must be the model's own -> convert -> measure others
 
 Examples:
     >>> from regard.compare import CANDIDATES
@@ -13,7 +13,7 @@ from regard.compare.comparing import compare
 from regard.compare.frontiers import Frontier, frontier
 from regard.compare.measure import Row
 from regard.compare.needles import Document, documents_of
-from regard.compare.proving import Proof, prove
+from regard.compare.proving import Proof
 from regard.compare.result import Comparison
 from regard.compare.runner import Runner
 from regard.compare.texts import Texts, texts_for
@@ -32,6 +32,5 @@ __all__ = [
     "compare",
     "documents_of",
     "frontier",
-    "prove",
     "texts_for",
 ]

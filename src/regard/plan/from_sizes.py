@@ -43,7 +43,8 @@ def model_from_sizes(
     """
     given = {name: value for name, value in locals().items() if isinstance(value, int)}
     for name, value in given.items():
-        check_whole(name, value, name != "qk_rope_head_dim", 10**12 if name == "window" else 10**6)
+        most = 10**12 if name == "window" else 10**6  # larger numbers are taken for errors
+        check_whole(name, value, int(name != "qk_rope_head_dim"), most)
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     if head_dim is None and hidden_size % num_heads:

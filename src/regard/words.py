@@ -5,10 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -83,5 +80,5 @@ def code_of(value: Any, positional: int = 0, **derived: Any) -> str:
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
-def _tensor_text(value: "Tensor") -> str:
+def _tensor_text(value: Any) -> str:
     return f"<{list(value.shape)} {str(value.dtype).removeprefix('torch.')}>"

@@ -70,7 +70,6 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Cache, speed and perplexity of a model under each attention it can be converted to."""
-
     if memory <= 0:
         refuse("--memory", f"{memory} GiB is not above 0")
     if budget is not None and not 0 < budget < 1:

@@ -32,7 +32,7 @@ OF_CURVES = """() => {
     (Math.max(each, paper) + 0.05) / (Math.min(each, paper) + 0.05));
 }""".replace("() => {", f"() => {{\n  const light = {LIGHT};", 1)
 COLOURS = """() => Bokeh.documents.map((each) =>
-  each.get_model_by_name("curve0").glyph.line_color)"""
+  each.get_model_by_name("figure").renderers[0].glyph.line_color)"""
 WIDTH = "document.documentElement.scrollWidth"
 
 

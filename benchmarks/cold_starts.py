@@ -69,7 +69,7 @@ def wrong_first_results(side: str, forks: int) -> int:
 
 def compares(count: int) -> int:
     """The number of cold starts in which the main command failed; each is printed at its end."""
-    command = [sys.executable, "-m", "regard.cli", "compare", "--attention", "shipped"]
+    command = [sys.executable, "-m", "regard", "compare", "--attention", "shipped"]
     options = ["--context", "256", "--json"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     failed = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from regard.ops.estimates import FLASH, READ
 from regard.plan.cost import attention_flops, cost_of, visible_pairs
-from regard.plan.devices import Device, Link, device_of, link_of
+from regard.plan.devices import Device, device_of
 from regard.plan.sent import SINGLE, Sent, forward_sums, sent_of
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Workload
 
@@ -52,6 +52,25 @@ class Machine:
     def sending(self, nbytes: Number, steps: Number = 0) -> Number:
         """Seconds of some bytes in some steps that wait for one another (Hockney 1994)."""
         return steps * self.latency + nbytes / self.sends
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between ranks, with rates from the documents of its makers.
+
+    Args:
+        bytes_per_second: that a rank sends at most, while it receives as many.
+        latency: seconds until the first byte of a message arrives, at least.
+    """
+
+    bytes_per_second: float
+    latency: float
+
+
+# Rates: NVIDIA's data sheets of the H100 (900 GB/s in both directions together) and of ConnectX-7
+# (400 Gb/s in each direction, a port for each rank). Latencies: NCCL, src/graph/tuning.cc, `hwLat`,
+# one step of a ring of large messages.
+NVLINK_4, INFINIBAND_NDR = Link(450e9, 3.4e-6), Link(50e9, 9.6e-6)
 
 
 @dataclass(frozen=True)
@@ -381,7 +400,7 @@ def _working(model: Model, tokens: int, cp: int, tp: int = 1) -> float:
 
 def cluster_of(device: str) -> Cluster:
     """Nodes of 8 of a device behind NVLink 4, and InfiniBand NDR between them."""
-    return Cluster(device_of(device), link_of("nvlink-4"), link_of("infiniband-ndr"))
+    return Cluster(device_of(device), NVLINK_4, INFINIBAND_NDR)
 
 
 def prefill_table() -> Iterator[str]:

@@ -12,7 +12,7 @@ from common import AMBER, BLUE, FAINT, GREEN, INK, VIOLET, WIDTH, program, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from regard.see.pages.scatter import front
+from regard.compare.frontiers import front
 
 MEASURED = Path(__file__).parents[1] / "docs" / "compare.json"
 HIGH = 5.6  # inches

@@ -7,8 +7,6 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 
 def counted(number: int, one: str, many: str = "") -> str:
     """A count with its noun; `many` is the plural, by default `one` with an s.
@@ -69,6 +67,8 @@ def code_of(value: Any, positional: int = 0, **derived: Any) -> str:
     `derived` are values that the constructor computes for fields that are not given. Tensors are
     written as `<[shape] dtype>`.
     """
+    from torch import Tensor  # the command line counts words without torch
+
     parts = []
     for i, field in enumerate(each for each in fields(value) if each.init and each.repr):
         content = getattr(value, field.name)
@@ -80,5 +80,5 @@ def code_of(value: Any, positional: int = 0, **derived: Any) -> str:
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
-def _tensor_text(value: Tensor) -> str:
+def _tensor_text(value: Any) -> str:
     return f"<{list(value.shape)} {str(value.dtype).removeprefix('torch.')}>"

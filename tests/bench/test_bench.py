@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import regard.cli.bench as bench_module
 from interpreters import run_python
 from regard.bench import bench
 from regard.bench.short import shapes
@@ -24,7 +23,7 @@ TINY = {"heads": 4, "kv_heads": 2, "head_dim": 8, "keys": 32}
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(bench_module, "bench", partial(bench, rounds=1, cold=1 << 16))
+    monkeypatch.setattr("regard.bench.bench", partial(bench, rounds=1, cold=1 << 16))
 
 
 def command(monkeypatch, *arguments):

@@ -9,7 +9,7 @@ import pytest
 from pages import ROOT, blocks, read
 from regard.distributed.ranks import sum_bytes
 from regard.plan.cost import cost_of
-from regard.plan.devices import Link, device_of, link_of
+from regard.plan.devices import device_of
 from regard.plan.shapes import STORAGES, LayerShape, Workload
 
 with pytest.MonkeyPatch.context() as _patched:
@@ -17,7 +17,7 @@ with pytest.MonkeyPatch.context() as _patched:
     model = importlib.import_module("scaling_model")
 
 H100, H200 = (
-    model.Cluster(device_of(name), link_of("nvlink-4"), link_of("infiniband-ndr"))
+    model.Cluster(device_of(name), model.NVLINK_4, model.INFINIBAND_NDR)
     for name in ("h100", "h200")
 )
 POINTS = ROOT / "docs" / "distributed.json"
@@ -62,7 +62,7 @@ def test_more_ranks_need_less_memory_and_no_less_than_their_share_of_the_time():
 
 
 def test_a_link_of_any_rate_costs_nothing_where_messages_are_hidden():
-    slow = Link("slow", 1e9, 0.0, "invented")
+    slow = MODEL.Link(1e9, 0.0)
     tin = model.Cluster(device_of("h200"), slow, slow)
     assert model.prefill(model.GQA, tin, 10_000_000, 8).seconds == pytest.approx(
         model.prefill(model.GQA, H200, 10_000_000, 8).seconds, rel=1e-3

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-import regard.cli.tune as tune_module
 from own_rates import own_rates
 from regard.bench import Tuning, measure_speed
 from regard.bench.load import Load
@@ -27,7 +26,7 @@ def tunable(monkeypatch):
     """A machine whose operators are twice as fast as those of its class."""
     usual = typical(torch.get_num_threads())
     tuning = Tuning(replace(usual, call=usual.call / 2), dict(STEADY), dict(STEADY), QUIET)
-    monkeypatch.setattr(tune_module, "measure_speed", lambda: tuning)
+    monkeypatch.setattr("regard.bench.measure_speed", lambda: tuning)
     return tuning
 
 
@@ -64,7 +63,7 @@ BUSY = {
 @pytest.mark.parametrize("why", BUSY)
 def test_tune_saves_nothing_on_a_busy_machine(monkeypatch, capsys, tunable, why):
     found = replace(tunable, **BUSY[why])
-    monkeypatch.setattr(tune_module, "measure_speed", lambda: found)
+    monkeypatch.setattr("regard.bench.measure_speed", lambda: found)
     assert command(monkeypatch, "tune") == 2
     err = " ".join(capsys.readouterr().err.split())
     assert "this machine is busy: " in err
@@ -74,7 +73,7 @@ def test_tune_saves_nothing_on_a_busy_machine(monkeypatch, capsys, tunable, why)
 
 def test_tune_saves_no_rates_that_such_a_processor_cannot_have(monkeypatch, capsys, tunable):
     found = replace(tunable, speed=replace(tunable.speed, stream=tunable.speed.stream / 22))
-    monkeypatch.setattr(tune_module, "measure_speed", lambda: found)
+    monkeypatch.setattr("regard.bench.measure_speed", lambda: found)
     assert command(monkeypatch, "tune") == 2
     assert "stream=" in capsys.readouterr().err
     assert stored() is None

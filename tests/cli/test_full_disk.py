@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 
-import regard.cli.tune as tune_module
 from full_disk import files_of_at_most
 from lettered import write_lettered
 from regard.cache_folder import FOLDER
@@ -101,7 +100,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(verb, model, subject, tm
 def test_rates_are_not_measured_where_they_cannot_be_stored(disk, tmp_path, monkeypatch, call):
     folder = tmp_path / "rates"
     monkeypatch.setenv(FOLDER, str(folder))
-    monkeypatch.setattr(tune_module, "measure_speed", lambda: pytest.fail("measured"))
+    monkeypatch.setattr("regard.bench.measure_speed", lambda: pytest.fail("measured"))
     if disk == "a file":
         folder.write_text("no folder")
     with files_of_at_most(1000):

@@ -15,9 +15,9 @@ from rich.console import Console
 import regard.cli.plan as cli
 from pages import PRINTS, blocks, read
 from regard.cli.app import run
-from regard.plan.devices import DEVICES, LINKS
+from regard.plan.devices import DEVICES
 from regard.plan.planning import plan
-from regard.plan.shapes import STORAGES, LayerShape, ModelShape
+from regard.plan.shapes import LayerShape, ModelShape
 
 GUIDES = ["docs/guides/plan.md", "docs/zh/guides/plan.md"]
 SIZES = ["--num-heads", "8", "--hidden-size", "64", "--num-kv-heads", "4", "--num-layers", "3"]
@@ -121,7 +121,7 @@ def test_a_plan_of_a_model(monkeypatch, capsys, tmp_path):
 
 
 def test_every_width_holds_the_table():
-    found = plan(MODEL, devices=["h100", "rtx-4090", "epyc-9654"], context=10**9, batch=1000)
+    found = plan(MODEL, devices=["h100", "rtx-4090", "mi300x"], context=10**9, batch=1000)
     for width in (60, 80, 120):
         assert max(map(len, printed(found, width).splitlines())) <= width
 
@@ -154,7 +154,7 @@ def test_json_is_strict_and_whole(monkeypatch, capsys):
 
 
 def test_what_ranks_send_is_printed(monkeypatch, capsys):
-    options = ("--device", "h100", "--tp", 2, "--cp", 2, "--link", "nvlink-4")
+    options = ("--device", "h100", "--tp", 2, "--cp", 2)
     code, out, _ = command(monkeypatch, capsys, *SIZES, *options, "--context", 1024)
     assert code == 0
     # 3 layers: half of the tokens' outputs, added up in float32, and their 2 key heads of 8 + 8
@@ -162,27 +162,18 @@ def test_what_ranks_send_is_printed(monkeypatch, capsys):
     sent = [line.split() for line in out.splitlines() if line.startswith("GQA-4")][1:]
     cells = [cell for line in sent for cell in line[3:]]
     assert cells[2:4] == [f"{nbytes / 2**10:.0f}", "KiB"]
-    assert float(cells[7]) == pytest.approx(1e3 * (nbytes / 450e9 + 3 * 4 * 3.4e-6), rel=0.01)
     _, out, _ = command(monkeypatch, capsys, *SIZES, *options, "--context", 1024, "--why")
     flat = re.sub(r"\s+", " ", out)
     assert "for its attention; rank 1, which sends most" in flat
-    assert "NVLink 4 and nothing else, 450 GB/s a rank in each direction" in flat
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_one_rank_sends_nothing(monkeypatch, capsys):
-    _, out, _ = command(monkeypatch, capsys, *SIZES, "--device", "h100", "--link", "nvlink-4")
-    assert "NVLink" not in out
-
-
 def test_what_ranks_send_is_in_json(monkeypatch, capsys):
-    options = ("--json", "--device", "h100", "--cp", 4, "--link", "ethernet-100")
+    options = ("--json", "--device", "h100", "--cp", 4)
     _, out, _ = command(monkeypatch, capsys, *SIZES, *options)
     data = json.loads(out, parse_constant=pytest.fail)
     row = data["rows"][0]
     assert row["sent"]["prefill"] == 3 * (3072 * 64 * 4 + 3 * 32)
-    assert row["transfers"][0]["link"] == "ethernet-100"
-    assert data["links"]["ethernet-100"]["source"].startswith("IEEE 802.3")
 
 
 def test_without_rates_or_a_device_the_way_to_get_them_is_said(monkeypatch, capsys):
@@ -203,7 +194,6 @@ def test_names_with_markup_are_text():
     ("options", "reason"),
     [
         ([], "give a MODEL, or --num-heads and --hidden-size"),
-        ([*SIZES, "--link", "tin"], "'tin' is none of nvlink-4"),
         (["--num-heads", 8], "give a MODEL"),
         (["nowhere", "--num-heads", 8], "a MODEL has its own sizes"),
         (["--num-heads", 0, "--hidden-size", 64], "should be greater than or equal to 1"),
@@ -265,14 +255,6 @@ def test_the_guide_shows_what_is_printed(page, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr("sys.argv", words)
         assert run() == 0
         assert capsys.readouterr().out.rstrip() == shown.rstrip()
-
-
-def test_the_options_name_every_link_and_storage():
-    from regard.cli.planning import LINKS as links
-    from regard.cli.planning import STORAGES as storages
-
-    assert set(links) == set(LINKS)
-    assert list(storages) == list(STORAGES)
 
 
 def test_storages_are_rows_in_pages_too(monkeypatch, capsys):

@@ -38,7 +38,7 @@ def test_the_slots_are_chosen(monkeypatch, capsys):
 @pytest.mark.parametrize("columns", [40, 80, 132])
 def test_a_large_mask_fits(columns, monkeypatch, capsys):
     usual = terminal.stdout
-    monkeypatch.setattr(terminal, "stdout", lambda piped: usual(columns))
+    monkeypatch.setattr("regard.cli.show_mask.stdout", lambda piped: usual(columns))
     code, out, _ = show(monkeypatch, capsys, "Causal() & SlidingWindow(300)", "--queries", 4000)
     assert code == 0
     assert len(out.splitlines()) < 40

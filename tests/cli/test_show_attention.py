@@ -8,14 +8,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from regard.cli import show_attention
-from regard.cli.seeing import show_attention as verb
-from regard.cli.show_attention import Asked, asked_for, kept, numbers
+from regard.cli.show_attention import Asked, _numbers, _pairs, asked_for, kept
+from regard.cli.show_attention import show_attention as verb
 from regard.see import AttentionMaps, attention
 
 TEXT = "the capital of France is Paris and the capital of Spain is Madrid"
 LEFT_OUT = dict.fromkeys(
-    ("model", "text", "text_file", "layers", "heads", "queries", "window", "find", "out", "svg")
+    ("model", "text", "text_file", "layers", "heads", "queries", "find", "out", "svg")
 ) | {"png": None, "html": None, "threads": None, "as_json": False}
 
 
@@ -28,8 +27,8 @@ def loaded(monkeypatch):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=len(known)))
-    monkeypatch.setattr(show_attention, "load", lambda path: (model.eval(), tokenizer))
-    monkeypatch.setattr(show_attention, "fetch_smollm2", lambda: "nowhere")
+    monkeypatch.setattr("regard.hf.load", lambda path: (model.eval(), tokenizer))
+    monkeypatch.setattr("regard.hf.fetch_smollm2", lambda: "nowhere")
     return model, tokenizer
 
 
@@ -42,7 +41,7 @@ def test_layers_and_heads_that_stand_out(capsys):
     text = shown(capsys)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "3 layers of 4 heads over 13 tokens; no map" in " ".join(text.split())
-    rows = [line.split() for line in text.splitlines() if re.match(r" +[0-2]  ", line)]
+    rows = [line.split() for line in text.splitlines() if re.match(r"[0-2]  ", line)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert all(row[-1] in ("sdpa", "fused", "eager", "tiled") for row in rows)
     assert "on the previous token" in text
@@ -68,9 +67,9 @@ def test_two_heads_of_two_layers_are_two_maps(capsys, tmp_path):
 
 
 def test_more_maps_than_are_printed_are_counted(capsys):
-    text = shown(capsys, layers="0-2", heads="0-1")
+    text = shown(capsys, layers="0-1")
     assert text.count("rows are queries") == 4
-    assert "2 more maps: choose with --heads LAYER.HEAD" in text
+    assert "4 more maps: choose with --heads LAYER.HEAD" in text
 
 
 def test_a_word_is_found_and_the_tokens_around_it_shown(capsys):
@@ -101,8 +100,8 @@ def test_files_hold_all_maps_if_none_are_chosen(capsys, tmp_path):
     shown(capsys, out=tmp_path / "maps.npz", svg=tmp_path / "all.svg")
     assert AttentionMaps.load(tmp_path / "maps.npz").weights.shape == (3, 4, 13, 13)
     assert "<!-- layer -->" in (tmp_path / "all.svg").read_text(encoding="utf-8")
-    shown(capsys, out=tmp_path / "maps.npz", png=tmp_path / "all.png", window=(0, 5))
-    assert AttentionMaps.load(tmp_path / "maps.npz").weights.shape == (3, 4, 5, 5)
+    shown(capsys, out=tmp_path / "maps.npz", png=tmp_path / "all.png", queries="0-4")
+    assert AttentionMaps.load(tmp_path / "maps.npz").weights.shape == (3, 4, 5, 13)
 
 
 def test_a_prompt_from_a_file(capsys, tmp_path):
@@ -111,50 +110,43 @@ def test_a_prompt_from_a_file(capsys, tmp_path):
 
 
 def test_lists_of_numbers():
-    assert numbers("--layers", None) is None
-    assert numbers("--layers", "7, 0,3-5,4") == (7, 0, 3, 4, 5)
+    assert _numbers("--layers", None) is None
+    assert _numbers("--layers", "7, 0,3-5,4") == (7, 0, 3, 4, 5)
     for wrong in ("", "a", "3-", "-3", "1.5", "²", "1" * 30):
         with pytest.raises(ValueError, match="--layers is a list of numbers such as 0,3-5"):
-            numbers("--layers", wrong)
+            _numbers("--layers", wrong)
     for wrong in ("5-3", "0-99999999"):
         with pytest.raises(ValueError, match="--layers has ranges from few to many"):
-            numbers("--layers", wrong)
+            _numbers("--layers", wrong)
 
 
 def test_options_as_numbers():
-    nothing = asked_for(None, None, None, None, (), 50)
+    nothing = asked_for(None, (), None, (), 50)
     assert nothing == Asked(None, None, (), None, None)
     assert not nothing.anything
-    pairs = asked_for(None, "3.1,3.0,4.1", "5", None, (), 50)
+    pairs = asked_for(None, _pairs("3.1,3.0,4.1"), (5,), (), 50)
     assert pairs == Asked((3, 4), (1, 0), ((3, 1), (3, 0), (4, 1)), (5,), None)
-    window = asked_for("0", None, None, (40, 20), (), 50)
-    assert (window.keys, window.queries) == ((40, 50), tuple(range(40, 50)))
-    around = asked_for(None, None, "49", None, (20, 44), 50)
+    around = asked_for(None, (), None, (45, 44), 50)
+    assert (around.keys, around.queries) == ((29, 50), tuple(range(29, 50)))
+    around = asked_for(None, (), (49,), (20, 44), 50)
     assert (around.keys, around.queries) == ((4, 37), (49,))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("1", "3.1", None, None), "leave out --layers"),
-        ((None, "3.x", None, None), "--heads is a list as 0,3-5, or of LAYER.HEAD"),
-        ((None, "3.1,2", None, None), "--heads is a list as 0,3-5, or of LAYER.HEAD"),
-        ((None, None, None, (50, 3)), "--window 50 3 is outside of the 50 tokens"),
-        ((None, None, None, (0, 0)), "--window 0 0 is outside"),
-    ],
-)
-def test_options_that_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        asked_for(*options, (), 50)
+def test_options_that_are_refused():
+    with pytest.raises(ValueError, match="leave out --layers"):
+        asked_for((1,), ((3, 1),), None, (), 50)
+    for wrong in ("3.x", "3.1,2", "0-3"):
+        with pytest.raises(ValueError, match=r"--heads is a list of LAYER\.HEAD as 3\.1,4\.0"):
+            _pairs(wrong)
 
 
 def test_maps_that_are_too_large_are_refused_before_the_model_runs():
     config = LlamaConfig(num_hidden_layers=30, num_attention_heads=9, hidden_size=576)
-    nothing = asked_for(None, None, None, None, (), 4096)
+    nothing = asked_for(None, (), None, (), 4096)
     assert kept(config, nothing, 256, most=2**25) == {"layers": range(30)}
     assert kept(config, nothing, 4096, most=2**25) == {}
     assert kept(config, nothing, 256, most=0) == {}
-    layers = asked_for("0-29", None, None, None, (), 4096)
+    layers = asked_for(tuple(range(30)), (), None, (), 4096)
     with pytest.raises(ValueError, match=r"270 maps of 4,096 x 4,096 take 16.9 GiB; choose fewer"):
         kept(config, layers, 4096, most=0)
 

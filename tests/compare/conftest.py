@@ -1,11 +1,8 @@
 """What tests of comparisons share: a folder for their converted layers, and one comparison."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
-from regard.cli import compare as cli
 from regard.compare import CANDIDATES, Texts, chosen, compare
 from regard.compare.candidates import ALL
 from regard.compare.converted_cache import FOLDER
@@ -19,7 +16,6 @@ CONTEXT = 40
 def _temporary_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(cli, "kernels_ahead", lambda *given, **named: nullcontext())
         yield
 
 

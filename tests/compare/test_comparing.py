@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import regard
-from regard.cli import compare as cli
 from regard.cli.app import run
 from regard.compare import CANDIDATES, Runner, Texts, chosen, compare
 from regard.compare.candidates import ALL
@@ -226,13 +225,14 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
     }  # fmt: skip
     assert set(result["proof"]) == {"largest_difference", "tolerance", "largest_logit"}
     ran = {"prefill_backend", "decode_backend"}
-    assert all(set(row) == COLUMNS | ran | {"name", "exact", "remark"} for row in result["rows"])
+    others = {"name", "exact", "remark", "share", "found", "best"}
+    assert all(set(row) == COLUMNS | ran | others for row in result["rows"])
     assert result["context"] == 20
     assert result["decoded"] == 19
 
 
 def test_a_command_that_is_stopped_prints_the_rows_so_far(folder, monkeypatch, capsys):
-    whole = cli.compare
+    whole = compare
 
     def stopping(*given, on_row, **named):
         def stop(so_far):
@@ -242,13 +242,13 @@ def test_a_command_that_is_stopped_prints_the_rows_so_far(folder, monkeypatch, c
 
         return whole(*given, on_row=stop, **named)
 
-    monkeypatch.setattr(cli, "compare", stopping)
+    monkeypatch.setattr("regard.compare.compare", stopping)
     assert command(monkeypatch, "compare", folder, "--context", 20, *FEW) == 130
     out, err = capsys.readouterr()
     assert "GQA, as shipped (exact)" in out and "GQA, int8 cache" in out
     assert "joint latent" not in out
     assert "regard: stopped after 2 of 3 rows\n" in err
-    monkeypatch.setattr(cli, "compare", interrupted)
+    monkeypatch.setattr("regard.compare.compare", interrupted)
     assert command(monkeypatch, "compare", folder, "--context", 20, *FEW) == 130
     assert capsys.readouterr().out == ""
 

@@ -11,13 +11,13 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import regard.hf
-from regard.cli import frontier as verb
+from regard.cli import compare as verb
 from regard.cli.app import run
 from regard.compare import (
     CANDIDATES,
     Document,
     Frontier,
-    FrontierRow,
+    Row,
     Texts,
     documents_of,
     frontier,
@@ -28,7 +28,7 @@ from regard.compare.needles import answered
 from regard.compare.runner import Runner
 from regard.hf import attention_modules, attention_of
 from regard.plan.modules import shape_of
-from regard.see.pages.frontier import write_frontier
+from regard.see.pages.curves import write_result
 from regard.sparse import EvictingCache, ExpectedAttention
 from regard.turns import Ratio
 
@@ -191,9 +191,9 @@ def test_it_is_printed_and_drawn(result, tmp_path, capsys):
         assert "evicted to 50 %" in shown
         assert max(map(len, shown.splitlines())) <= width
     path = tmp_path / "page.html"
-    write_frontier(result, path)
+    write_result(result, path)
     page = Path(path).read_text()
-    assert page.count("<circle") == 4
+    assert page.count("evicted to 50 %</li>") == 1
     assert "the smallest cache for a loss" in page
 
 
@@ -205,23 +205,24 @@ def test_usual_methods_are_of_every_kind():
 
 
 def test_the_command_prints_a_table_and_a_page(model, texts, monkeypatch, capsys, tmp_path):
-    loaded = SimpleNamespace(model=model, tokenizer=_letters, stored=torch.float32)
-    monkeypatch.setattr(verb, "load_for", lambda *given, **options: loaded)
-    monkeypatch.setattr(verb, "texts_for", lambda *given, **options: texts)
-    monkeypatch.setattr(verb, "documents_of", lambda *given, **options: ())
+    loaded = SimpleNamespace(model=model, tokenizer=_letters, stored=torch.float32, name="tiny")
+    monkeypatch.setattr("regard.cli.loading.load_for", lambda *given, **options: loaded)
+    monkeypatch.setattr("regard.compare.texts_for", lambda *given, **options: texts)
+    monkeypatch.setattr("regard.compare.documents_of", lambda *given, **options: ())
     few = [SHIPPED, evicted(0.5)]
     monkeypatch.setattr("regard.compare.frontiers.within", lambda *given, **options: few)
     page = tmp_path / "page.html"
-    given = {"text": None, "budget": 0.5, "context": 150, "windows": None, "dtype": None}
-    given |= {"device": "cpu", "threads": None, "html": page, "as_json": False}
-    verb.run(model=Path("tiny"), **given)
+    verb.compare(Path("tiny"), budget=0.5, context=150, html=page)
     shown = capsys.readouterr()
     assert "evicted to 50 %" in shown.out
     assert "of the shipped cache" in shown.out
     assert page.exists()
 
 
-@pytest.mark.parametrize("given", [["--budget", "1.5"], ["--frontier", "--attention", "int8"]])
+@pytest.mark.parametrize(
+    "given",
+    [["--budget", "1.5"], ["--frontier", "--attention", "int8"], ["--frontier", "--windows", "7"]],
+)
 def test_options_that_do_not_fit_are_refused(given, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["regard", "compare", "somewhere", *given])
     assert run() == 2
@@ -231,7 +232,7 @@ def test_options_that_do_not_fit_are_refused(given, monkeypatch, capsys):
 def test_a_verdict_names_the_rows_that_intervals_do_not_tell_apart():
     def row(name, value, low, high):
         ratio = Ratio(value, low, high, 8)
-        return FrontierRow(name, share=0.2, decode_perplexity_ratio=ratio)
+        return Row(name, share=0.2, decode_perplexity_ratio=ratio)
 
     rows = (row("codes", 1.01, 1.0, 1.03), row("evicted", 1.02, 1.01, 1.05))
     far = row("latent", 1.4, 1.3, 1.5)
@@ -240,13 +241,6 @@ def test_a_verdict_names_the_rows_that_intervals_do_not_tell_apart():
     assert result.verdict.endswith(end)
     alone = Frontier("tiny", 64, 8, "text", 0, 0.25, (rows[0], far))
     assert alone.verdict.endswith("codes loses least: 1.010x the decode perplexity.")
-
-
-def test_the_command_takes_eight_windows_or_more():
-    """By default eight; fewer are refused before anything is read."""
-    given = dict.fromkeys(("model", "text", "budget", "dtype", "threads", "html"))
-    with pytest.raises(ValueError, match=r"--windows 7: a frontier .* from 8 windows or more"):
-        verb.run(**given, context=64, windows=7, device="cpu", as_json=False)
 
 
 def test_progress_ends_with_all_work_done(model, texts):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from regard.compare.measure import DECODED
-from regard.compare.result import explained
 
 
 def test_a_notebook_shows_the_verdict_and_every_row(result):
@@ -17,10 +16,10 @@ def test_a_notebook_shows_the_verdict_and_every_row(result):
 def test_a_column_has_the_bytes_in_the_dtype_of_the_run_if_it_is_another(result):
     assert "run_bytes_per_token" not in result.columns
     other = replace(result, cache_dtype="float16")
-    assert other.columns["run_bytes_per_token"] == ("the same in float32", "memory")
+    assert other.columns["run_bytes_per_token"] == "the same in float32"
     assert "the same in float32" in other._repr_html_()
     assert "float16 run in float32" in other._repr_html_()
 
 
 def test_the_sentences_say_how_many_tokens_were_decoded(result):
-    assert explained(result).startswith(f"Decode perplexity: of the last {2 * DECODED} tokens")
+    assert result.legend.startswith(f"Decode perplexity: of the last {2 * DECODED} tokens")

@@ -47,7 +47,7 @@ def test_names_with_html_in_them_are_text():
 
 
 def test_nothing_in_a_page_leads_outside():
-    html = page("Sizes", [sample(data={"name": HOSTILE}, script="curves.js")])
+    html = page("Sizes", [sample(data={"name": HOSTILE}, script="charts.js")])
     for _, attributes in Elements(html).found:
         assert not {"src", "href", "srcset", "action"} & attributes.keys()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)[1]
@@ -86,7 +86,7 @@ def test_a_missing_bokeh_says_how_to_install_it(monkeypatch):
 
     monkeypatch.setattr(module, "__import__", missing, raising=False)
     with pytest.raises(ImportError, match=r"pip install 'regard\[page\]'"):
-        page("Sizes", [sample(script="curves.js", charts={"bytes": None})])
+        page("Sizes", [sample(script="charts.js", charts={"bytes": None})])
 
 
 def test_a_page_without_charts_is_small_and_one_with_them_stays_under_2_mb():
@@ -94,7 +94,7 @@ def test_a_page_without_charts_is_small_and_one_with_them_stays_under_2_mb():
     from bokeh.plotting import figure
 
     assert len(page("Sizes", [sample()]).encode()) < 20_000
-    section = sample(script="curves.js", charts={"bytes": figure()})
+    section = sample(script="charts.js", charts={"bytes": figure()})
     assert 1_000_000 < len(page("Sizes", [section]).encode()) < 1_500_000
 
 

@@ -9,13 +9,9 @@ from own_rates import own_rates
 from regard.devices import DATA_SHEETS
 from regard.plan.devices import (
     DEVICES,
-    LINKS,
     Device,
-    Link,
     device_of,
     is_measured,
-    link_of,
-    link_seconds,
     roofline_seconds,
     this_machine,
 )
@@ -55,27 +51,12 @@ def test_devices_without_bfloat16_state_no_rate_of_it():
         roofline_seconds(1, 1, device_of("t4"), "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("key", "gigabytes", "teraflops"),
-    [
-        ("epyc-9654", 460.8, 7.3728),
-        ("epyc-9755", 614.4, 22.1184),
-        ("ryzen-9-7950x", 83.2, 2.304),
-        ("xeon-platinum-8480+", 307.2, 7.168),
-    ],
-)
-def test_cpus_by_hand(key, gigabytes, teraflops):
-    device = device_of(key)
-    assert device.memory_bandwidth == pytest.approx(gigabytes * 1e9)
-    assert device.flops["float32"] == pytest.approx(teraflops * 1e12)
-
-
 def test_names_may_be_written_in_full():
     assert device_of("NVIDIA GeForce RTX 4090") is device_of("rtx-4090")
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"device='h1' is not one of this, b200, .*epyc-9654"):
+    with pytest.raises(ValueError, match=r"device='h1' is not one of this, b200, .*mi300x"):
         device_of("h1")
 
 
@@ -119,30 +100,3 @@ def test_defaults_are_not_taken_for_measured(own_rates, monkeypatch):
     write_speed(typical(torch.get_num_threads()))
     monkeypatch.setenv("REGARD_SPEED", "default")
     assert not is_measured()
-
-
-WIRE = Link("toy", 100.0, 0.5, "invented")
-
-
-@pytest.mark.parametrize("key", LINKS)
-def test_every_link_has_a_source_and_positive_rates(key):
-    link = link_of(key)
-    assert link.source
-    assert 1e10 < link.bytes_per_second < 1e12
-    assert 1e-6 < link.latency < 1e-4
-
-
-def test_links_by_hand():
-    assert link_of("nvlink-4").bytes_per_second == 900e9 / 2  # both directions together
-    assert link_of("infiniband-ndr").bytes_per_second == 400e9 / 8  # bits
-    assert link_of("pcie-5").bytes_per_second == pytest.approx(63.015e9, rel=1e-4)
-
-
-def test_seconds_are_latencies_and_bytes():
-    assert link_seconds(200, 3, WIRE) == 3 * 0.5 + 200 / 100
-    assert link_seconds(0, 0, WIRE) == 0
-
-
-def test_an_unknown_link_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"link='tin' is not one of nvlink-4, .*ethernet-100"):
-        link_of("tin")

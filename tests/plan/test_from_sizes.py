@@ -29,16 +29,16 @@ def test_the_values_of_mla_are_as_wide_as_keys_without_rope():
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"num_heads": 0}, "num_heads is from 1 to 1,000,000, got 0"),
-        ({"hidden_size": 10**15}, "hidden_size is from 1"),
+        ({"num_heads": 0}, "num_heads is a whole number from 1 to 1,000,000, got 0"),
+        ({"hidden_size": 10**15}, "hidden_size is a whole number from 1"),
         ({"num_heads": 7}, "num_heads=7 does not divide hidden_size=64; give head_dim"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
         ({"qk_rope_head_dim": 9}, "qk_rope_head_dim=9 is more than head_dim=8"),
         ({"q_lora_rank": 4}, "give kv_lora_rank"),
         ({"kv_lora_rank": 4}, "MLA needs qk_rope_head_dim"),
         ({"kv_lora_rank": 4, "qk_rope_head_dim": 2, "num_kv_heads": 2}, "leave num_kv_heads out"),
-        ({"window": 0}, "window is from 1"),
-        ({"num_layers": 0}, "num_layers is from 1"),
+        ({"window": 0}, "window is a whole number from 1"),
+        ({"num_layers": 0}, "num_layers is a whole number from 1"),
         ({"dtype": "int8"}, "dtype='int8' is not one of float64, float32"),
     ],
 )

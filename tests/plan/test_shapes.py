@@ -47,7 +47,7 @@ def test_the_storages_have_the_names_that_users_write():
 )
 def test_numbers_out_of_range_are_refused(wrong):
     (name,) = wrong
-    with pytest.raises(ValueError, match=f"{name} is a whole number, at least"):
+    with pytest.raises(ValueError, match=f"{name} is a whole number from"):
         Workload(**{"context": 9, **wrong})
 
 

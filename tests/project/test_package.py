@@ -102,7 +102,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == packages
     assert {"regard/py.typed", "regard/cli/app.py"} <= names
-    assert {f"regard/page/{each}" for each in ("page.css", "page.js", "curves.js")} <= names
+    assert {f"regard/page/{each}" for each in ("page.css", "page.js", "charts.js")} <= names
     extra = {name.partition(".dist-info/")[2] for name in wheel.namelist()} - {""}
     assert extra == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from regard.see.figures import GAP, INK, cells, figure, pixels_as_png, sheet
+from regard.see.figures import GAP, INK, cells, figure, sheet
 
 
 def test_cells_of_heads_lie_side_by_side():
@@ -31,4 +31,4 @@ def test_without_matplotlib_the_sentence_says_how_to_install_it(monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'regard\[bench\]'"):
         figure(1, 1)
     with pytest.raises(ImportError, match=r"pip install 'regard\[bench\]'"):
-        pixels_as_png(torch.zeros(2, 2, 4))
+        sheet(torch.zeros(1, 1, 2, 2))

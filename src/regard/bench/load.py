@@ -1,4 +1,4 @@
-"""How busy other programs keep this machine while something is measured on it."""
+"""The load of other programs on this machine during a measurement."""
 
 import os
 import time

@@ -291,7 +291,7 @@ def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]
 
 
 def _absent(call: Call) -> dict[str, str]:
-    """Why backends are not measured: their objections, or that they would be too slow."""
+    """The reasons why backends are not measured: their objections, or their estimated times."""
     found = {name: objection_of(call, name) for name in BACKENDS}
     absent = {name: objection for name, objection in found.items() if objection is not None}
     absent["flex"] = "flex is for GPUs: on a CPU it stores all scores, and is traced first"

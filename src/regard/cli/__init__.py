@@ -1,7 +1,8 @@
 """The command line: results on stdout, all else on stderr.
 
-Verbs are functions of typer in `app`, `planning` and `seeing`, which import no torch: help, the
-version and refused options take 0.3 s. The module of a verb's name prints what it found.
+A verb is a typer function in the module of its name; `describe`, `plan` and `explain` are in
+`planning`. Modules with verbs import no torch, and a verb imports it once its options are checked:
+help, the version and refused options take 0.3 s.
 """
 
 import sys

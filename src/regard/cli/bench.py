@@ -1,24 +1,20 @@
 """regard bench: a few shapes on this machine, regard and each of its backends against torch."""
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
+import typer
 from rich.console import Console
 
-from regard.bench import Bench, Entry, Measured, bench
-from regard.cli.layout import Column, tabulate
+from regard.cli.layout import tabulate
+from regard.cli.options import Json, Threads, refuse, size, start, verb
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.words import counted
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COLUMNS = (
-    Column("what", words=True),
-    Column("by", left=True),
-    Column("ms"),
-    Column("ratio"),
-    Column("quartiles"),
-    Column("of limit"),
-)
+if TYPE_CHECKING:
+    from regard.bench import Bench, Entry, Measured
+
+COLUMNS = ("what", "by", "ms", "ratio", "quartiles", "of limit")
 LEGEND = (
     "ratio: time relative to torch's sdpa in the same round, median; same: no measurable "
     "difference, since 1 is between the quartiles; keys are cold. limit: the time of reading keys "
@@ -26,37 +22,40 @@ LEGEND = (
 )
 
 
-def run(
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    keys: int,
-    dtype: str,
-    threads: int | None,
-    every: bool,
-    as_json: bool,
+@verb
+def bench(
+    heads: Annotated[int, size("Query heads.")] = 32,
+    kv_heads: Annotated[int, size("Key heads; divides the query heads.")] = 8,
+    head_dim: Annotated[int, size("Channels of a head.")] = 128,
+    keys: Annotated[int, size("Tokens in the cache at most.")] = 4096,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of queries, keys and values.")
+    ] = "float32",
+    threads: Threads = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Rows of torch and of every backend, too.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Measure, and print a table or JSON."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    """Time decoding and prefill on this machine: regard and its backends against torch."""
+    if heads % kv_heads:
+        refuse("--kv-heads", f"{kv_heads} does not divide the {heads} query heads")
+    start("regard.bench", threads=threads, timed=True)
+    import torch
+
+    from regard.bench import bench as measure
+
     torch.manual_seed(0)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "keys": keys}
     with progress_bar() as progress:
-        result = bench(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            keys=keys,
-            dtype=DTYPES[dtype],
-            progress=progress,
-        )
+        result = measure(**sizes, dtype=getattr(torch, dtype), progress=progress)
     if as_json:
         print_json(asdict(result))
     else:
         show(result, stdout(), every=every)
 
 
-def show(result: Bench, console: Console, *, every: bool = False) -> None:
+def show(result: "Bench", console: Console, *, every: bool = False) -> None:
     """Print the measurements as a table: of regard alone, or of torch and `every` backend, too."""
     one = result.shapes[0].shape
     heads = f"{counted(one.heads, 'head')} on {one.kv_heads}, head dim {one.head_dim}"
@@ -79,7 +78,7 @@ def show(result: Bench, console: Console, *, every: bool = False) -> None:
     say(console, f"Next: {more}regard tune measures the rates from which backends are chosen.")
 
 
-def _rows(measured: Measured, every: bool) -> list[list[str]]:
+def _rows(measured: "Measured", every: bool) -> list[list[str]]:
     """A row for each entry of a shape, with what limits it; regard's is bold beside others."""
     shape = f"{measured.shape.name} ({measured.limit})"
     rows = []
@@ -96,12 +95,12 @@ def _rows(measured: Measured, every: bool) -> list[list[str]]:
     return rows
 
 
-def _own(measured: Measured) -> Entry:
+def _own(measured: "Measured") -> "Entry":
     """The entry of the backend that regard chose."""
     return next(each for each in measured.entries if each.name.startswith("regard"))
 
 
-def _verdict(result: Bench) -> str:
+def _verdict(result: "Bench") -> str:
     """In how many shapes regard is faster than torch and slower, and where its choice was wrong."""
     differing = [own.ratio for each in result.shapes if (own := _own(each)).differs]
     faster, shapes = sum(ratio < 1 for ratio in differing), counted(len(result.shapes), "shape")
@@ -111,13 +110,13 @@ def _verdict(result: Bench) -> str:
     return f"{said}. Another backend was faster than its choice: {better or 'nowhere'}."
 
 
-def _has_better(measured: Measured) -> bool:
+def _has_better(measured: "Measured") -> bool:
     """Whether a backend's quartiles lie below those of regard's choice."""
     return any(each.high < _own(measured).low for each in measured.entries[1:])
 
 
-def _absent(result: Bench) -> dict[str, str]:
-    """Why backends were not measured, by their names, and by shape where it is not for all."""
+def _absent(result: "Bench") -> dict[str, str]:
+    """The reasons why backends were not measured, by backend; by shape where shapes differ."""
     shapes: dict[tuple[str, str], list[str]] = {}
     for measured in result.shapes:
         for name, reason in measured.absent.items():

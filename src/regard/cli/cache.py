@@ -1,35 +1,29 @@
 """regard cache: what regard stores on this disk, and its removal."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from regard.cache_folder import FOLDER, cache_folder
-from regard.cli.layout import Column, tabulate
+from regard.cli.layout import tabulate
+from regard.cli.options import DEFAULT_MODEL, Json, named, verb
 from regard.cli.terminal import UNWRAPPED, print_json, say, stdout
-from regard.hf import SMOLLM2
 from regard.page.readable import readable_bytes
-from regard.words import one_of
 
-COLUMNS = (
-    Column("--clear", left=True),
-    Column("what", words=True),
-    Column("files"),
-    Column("size"),
-)
+COLUMNS = ("--clear", "what", "files", "size")
 KINDS = {  # the name of a kind: what it is, and where it lies in the folder
-    "model": ("the default model", SMOLLM2),
+    "model": ("the default model", DEFAULT_MODEL),
     "gguf": ("safetensors copies of GGUF files, 8 GiB at most", "gguf"),
     "compare": ("layers that compare converted, 1 GiB at most", "compare"),
     "compiled": ("compiled kernels", "compiled"),
     "rates": ("rates of this machine, by tune", "speed-*.json"),
 }
 ALL = "all"
+STORED = (*KINDS, ALL)
 
 
 class Kept(NamedTuple):
-    """What is stored of one kind."""
+    """The number of stored files of one kind, and their bytes."""
 
     kind: str
     what: str
@@ -37,10 +31,16 @@ class Kept(NamedTuple):
     nbytes: int
 
 
-def run(*, clear: Sequence[str] | None, as_json: bool) -> None:
-    """Remove the kinds that were named, or list all; print a table or JSON."""
-    named = [one_of("clear", each, (*KINDS, ALL)) for each in clear or ()]
-    chosen = list(KINDS) if ALL in named else list(dict.fromkeys(named))
+@verb
+def cache(
+    clear: Annotated[
+        list[str] | None,
+        named(STORED, f"Remove {', '.join(STORED)}; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Files that regard stores on this disk: list them with their sizes, or remove them."""
+    chosen = list(KINDS) if ALL in (clear or ()) else list(dict.fromkeys(clear or ()))
     found = [kept(kind) for kind in chosen or KINDS]
     for kind in chosen:
         remove(kind)
@@ -70,7 +70,7 @@ def run(*, clear: Sequence[str] | None, as_json: bool) -> None:
 
 
 def kept(kind: str) -> Kept:
-    """What is stored of a kind: how many files, and their bytes."""
+    """Count the stored files of a kind, and their bytes."""
     files = [
         file
         for path in _places(kind)
@@ -82,7 +82,7 @@ def kept(kind: str) -> Kept:
 
 
 def remove(kind: str) -> None:
-    """Remove all of a kind. It is made again when it is needed.
+    """Remove all files of a kind. They are written again when they are needed.
 
     Raises:
         OSError: if a file cannot be removed.

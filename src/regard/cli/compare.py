@@ -1,164 +1,197 @@
 """regard compare: a real model with each attention that it can have, side by side."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 from rich.console import Console
 from rich.markup import escape
 
-from regard.cache_folder import cache_folder
-from regard.cli import frontier as frontiers
-from regard.cli.cache import stored_by_compare
-from regard.cli.layout import Column, tabulate
-from regard.cli.loading import load_for
+from regard.cli.layout import tabulate
+from regard.cli.options import Device, Dtype, Json, OptionalModel, Threads, refuse, start, verb
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
-from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
-from regard.compare.ahead import kernels_ahead
-from regard.compare.measure import SHORT, cells
-from regard.compare.result import explained
-from regard.convert.healing.environment import keep_freed_memory
-from regard.hf import SMOLLM2, fetch_smollm2
-from regard.hf.packages import quiet
-from regard.ops.explain import kernel_objection
-from regard.page.page import check_can_write
-from regard.see.pages.curves import write_comparison
-from regard.words import counted
 
+if TYPE_CHECKING:
+    from regard.compare import Comparison, Frontier, Row
+
+ROWS = (
+    "shipped, int8, int4, k8v4, k6v4, k4v4, mha, gqa, mqa, latent-100, latent-75, latent-50, "
+    "latent-25, deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
+    "deepseek-50-int8"
+)
 GIBIBYTE = 1 << 30
+WINDOWS = 8  # of text, of a frontier: with fewer, a bootstrap over windows has too little to draw
 NEXT = "Next: four times the --windows halve the intervals; regard convert makes a model of a row."
 
 
-def run(*, frontier: bool = False, budget: float | None = None, **given: Any) -> None:
-    """The comparison, or with `frontier` or a `budget` the bytes of caches against loss."""
-    if frontier or budget is not None:
-        for name in ("attention", "memory", "full"):
-            del given[name]
-        frontiers.run(budget=budget, **given)
-    else:
-        run_comparison(**given)
-
-
-def run_comparison(
-    *,
-    model: Path | None,
-    text: Path | None,
-    attention: Sequence[str] | None,
-    context: int,
-    windows: int | None,
-    memory: float,
-    dtype: str | None,
-    device: str,
-    threads: int | None,
-    full: bool,
-    html: Path | None,
-    as_json: bool,
+@verb
+def compare(
+    model: OptionalModel = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to measure on; topics of Python's own help if left out."),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"A row; may be repeated. Six without it, twelve by `all`: {ROWS}.",
+            autocompletion=lambda: ROWS.split(", "),
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 512,
+    windows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Windows of text, for smaller intervals: 1; of a frontier 8."),
+    ] = None,
+    memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every column; prefills are timed in turns, too.")
+    ] = False,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier",
+            help="Bytes against loss instead: quantised, evicted, latent, and these together.",
+        ),
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="With --frontier: the methods that fit this share of the cache."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the table and curves of the caches as a page.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Load, compare, and print a table or JSON; write a page.
+    """Cache, speed and perplexity of a model under each attention it can be converted to."""
+    if memory <= 0:
+        refuse("--memory", f"{memory} GiB is not above 0")
+    if budget is not None and not 0 < budget < 1:
+        refuse("--budget", f"{budget} is not between 0 and 1")
+    frontier = frontier or budget is not None
+    if frontier and attention:
+        refuse("--attention", "a frontier has rows of its own")
+    if frontier and (windows or WINDOWS) < WINDOWS:
+        refuse("--windows", f"a frontier draws its intervals from {WINDOWS} windows or more")
+    start("regard.compare", threads=threads)
+    from regard.compare import chosen
+    from regard.page.page import check_can_write
 
-    Raises:
-        KeyboardInterrupt: after the rows so far are printed, if the user stops the command.
-    """
     if html is not None:
         check_can_write(html)
     written = None if text is None else text.read_text(encoding="utf-8")
-    if threads is not None:
-        torch.set_num_threads(threads)
     rows = chosen(attention or ())
-    keep_freed_memory()
-    found: list[Comparison] = []
-    stopped = None
-    ahead = kernels_ahead(
-        model or cache_folder() / SMOLLM2, rows, context=context, dtype=dtype, device=device
-    )
-    with ahead, quiet(), progress_bar() as progress:  # a fork comes before threads
-
-        def on_row(so_far: Comparison) -> None:
-            found.append(so_far)
-            progress.finished(_line(so_far), partial(_print_table, so_far, full))
-
-        if model is None:
-            progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
-            model = fetch_smollm2()
-        loaded = load_for(model, dtype=dtype, device=device)
-        texts = texts_for(
-            loaded.tokenizer, context=context, text=written, name=str(text), windows=windows or 1
-        )
-        try:
-            result = compare(
-                loaded.model,
-                texts,
-                name=model.name,
-                memory=int(memory * GIBIBYTE),
-                cache_dtype=loaded.stored,
-                candidates=rows,
-                prefills=full,
-                on_row=on_row,
-                progress=progress,
-            )
-        except KeyboardInterrupt as interrupt:
-            if not found:
-                raise
-            result, stopped = found[-1], interrupt
-    _show_or_print(result, full=full, html=html, as_json=as_json)
+    own = {"candidates": rows, "memory": int(memory * GIBIBYTE), "prefills": full}
+    count = windows or (WINDOWS if frontier else 1)
+    texts = {"context": context, "text": written, "name": str(text), "windows": count}
+    options = {"budget": budget} if frontier else own
+    result, stopped = _measured(model, dtype, device, texts, frontier, full, options)
+    _report(result, full=full, html=html, as_json=as_json)
     if stopped is not None:
-        say(Console(stderr=True), f"regard: stopped after {len(result.rows)} of {len(rows)} rows")
+        done = f"{len(result.rows)}{'' if frontier else f' of {len(rows)}'} rows"
+        say(Console(stderr=True), f"regard: stopped after {done}")
         raise stopped
 
 
-def _show_or_print(result: Comparison, *, full: bool, html: Path | None, as_json: bool) -> None:
-    """The table or JSON on stdout, and the page."""
+def _measured(
+    model: Path | None,
+    dtype: str | None,
+    device: str,
+    texts: dict[str, Any],
+    frontier: bool,
+    full: bool,
+    options: dict[str, Any],
+) -> tuple["Comparison | Frontier", KeyboardInterrupt | None]:
+    """Load a model, compare it, and show each row; if the user stops that, the rows so far."""
+    from regard import compare as comparing
+    from regard.cli.loading import load_for
+    from regard.convert.healing.environment import keep_freed_memory
+    from regard.convert.texts import python_topics
+    from regard.hf.packages import quiet
+
+    keep_freed_memory()
+    so_far: list[Comparison | Frontier] = []
+    with quiet(), progress_bar() as progress:
+
+        def on_row(result: "Comparison | Frontier") -> None:
+            so_far.append(result)
+            progress.finished(_line(result), partial(_print_table, result, full))
+
+        loaded = load_for(model, dtype=dtype, device=device, progress=progress)
+        options |= {"name": loaded.name, "cache_dtype": loaded.stored}
+        options |= {"on_row": on_row, "progress": progress}
+        measured = comparing.texts_for(loaded.tokenizer, **texts)
+        try:
+            if not frontier:
+                return comparing.compare(loaded.model, measured, **options), None
+            text, context = python_topics()[0], texts["context"]
+            documents = comparing.documents_of(loaded.tokenizer, text, context=context)
+            return comparing.frontier(loaded.model, measured, documents=documents, **options), None
+        except KeyboardInterrupt as interrupt:
+            if not so_far:
+                raise
+            return so_far[-1], interrupt
+
+
+def _report(
+    result: "Comparison | Frontier", *, full: bool, html: Path | None, as_json: bool
+) -> None:
+    """Print the table or JSON, and write the page."""
     if as_json:
         print_json(as_data(result))
     else:
         show(result, stdout(), full=full)
     if html is not None:  # last: an error of the disk then loses no result
-        write_comparison(result, html)
+        from regard.see.pages.curves import write_result
+
+        write_result(result, html)
         if not as_json:
             say(stdout(), f"written to {html}")
 
 
-def as_data(result: Comparison) -> dict[str, Any]:
-    """What `--json` prints: all that was measured, without the sizes of the layers."""
-    data = asdict(result)
+def as_data(result: "Comparison | Frontier") -> dict[str, Any]:
+    """The data of `--json`: all measurements, without the sizes of the layers."""
+    data = asdict(result) | {"verdict": result.verdict}
     for row in data["rows"]:
         del row["layers"], row["storage"]
     return data
 
 
-def show(result: Comparison, console: Console, *, full: bool = True) -> None:
-    """Print a comparison as a table, as wide as the console; with a few columns unless `full`."""
-    layers, threads = counted(result.num_layers, "layer"), counted(result.threads, "thread")
-    say(
-        console,
-        f"{result.model}: {layers} of {result.kind}, {result.dtypes}, {threads}; "
-        f"{result.context:,} tokens of {result.text}; its logits agree "
-        f"{_proved(result.proof, full)}.",
-        bold=result.model,
-    )
+def show(result: "Comparison | Frontier", console: Console, *, full: bool = True) -> None:
+    """Print a comparison or a frontier, as wide as the console; of a comparison with a few columns
+    unless `full`."""
+    from regard.cli.cache import stored_by_compare
+    from regard.compare import Comparison
+
+    proved = ""
+    if isinstance(result, Comparison):
+        proof = result.proof
+        figures = f": {proof.largest_difference:.1e} of {proof.tolerance:.1e}" if full else ""
+        agree = f"within rounding{figures}" if proof.largest_difference else "to the last bit"
+        proved = f"; its logits agree {agree}."
+    say(console, f"{result.model}: {result.about}{proved}", bold=result.model)
     console.print()
     _print_table(result, full, console)
-    say(console, explained(result), style="dim")
+    say(console, result.legend, style="dim")
     remarks(console, "Not run", {row.name: row.remark for row in result.rows if row.remark})
     console.print()
     say(console, result.verdict)
-    for sentence in backends_of(result.rows) if full else []:
-        say(console, sentence, style="dim")
-    say(console, f"Measured in {result.seconds:.0f} s{stored_by_compare()}. {NEXT}")
+    if isinstance(result, Comparison):
+        for sentence in backends_of(result.rows) if full else []:
+            say(console, sentence, style="dim")
+        say(console, f"Measured in {result.seconds:.0f} s{stored_by_compare()}. {NEXT}")
 
 
-def _proved(proof: Proof, full: bool) -> str:
-    if proof.largest_difference == 0.0:
-        return "to the last bit"
-    figures = f": {proof.largest_difference:.1e} of {proof.tolerance:.1e}" if full else ""
-    return f"within rounding{figures}"
+def backends_of(rows: Sequence["Row"]) -> list[str]:
+    """Sentences on the backends of the rows, and on the compiled kernel if it cannot run."""
+    from regard.ops.explain import kernel_objection
 
-
-def backends_of(rows: Sequence[Row]) -> list[str]:
-    """Which backends ran which rows, and why the compiled kernel cannot run if so."""
     ran = [row for row in rows if row.perplexity is not None]
     sentences = [
         f"{what} ran on {_shared(ran, name)}."
@@ -169,7 +202,7 @@ def backends_of(rows: Sequence[Row]) -> list[str]:
     return sentences if objection is None else [*sentences, f"fused did not run: {objection}."]
 
 
-def _shared(rows: Sequence[Row], name: str) -> str:
+def _shared(rows: Sequence["Row"], name: str) -> str:
     """The backend of most rows, then the others with their rows."""
     by_backend: dict[str, list[str]] = {}
     for row in rows:
@@ -178,24 +211,17 @@ def _shared(rows: Sequence[Row], name: str) -> str:
     return most[0] + "".join(f" (on {backend}: {'; '.join(rows)})" for backend, rows in others)
 
 
-def _print_table(result: Comparison, full: bool, console: Console) -> None:
-    chosen = {name: head for name, head in result.columns.items() if full or name in SHORT}
-    columns = [Column("attention", words=True)]
-    columns += [Column(head, group=group) for head, group in chosen.values()]
-    ran = [row for row in result.rows if row.perplexity is not None]
-    tabulate(console, columns, [_cells(row, chosen) for row in ran])
+def _print_table(result: "Comparison | Frontier", full: bool, console: Console) -> None:
+    heads, rows = result.table(full)
+    tabulate(console, heads, [list(map(escape, row)) for row in rows])
 
 
-def _cells(row: Row, columns: Iterable[str]) -> list[str]:
-    name = f"{row.name} (exact)" if row.exact else row.name
-    return [escape(name), *cells(row, columns)]
-
-
-def _line(result: Comparison) -> str:
+def _line(result: "Comparison | Frontier") -> str:
     """The latest row in one line, for a pipe."""
     row = result.rows[-1]
-    if row.perplexity is None:
+    if row.remark:
         return f"{row.name}: not run: {row.remark}"
-    heads = (result.columns[name][0] for name in SHORT)
-    said = zip(heads, cells(row, SHORT), strict=True)
+    (_, *heads), rows = result.table(full=False)
+    _, *cells = rows[-1]
+    said = zip(heads, cells, strict=True)
     return f"{row.name}: " + ", ".join(f"{head} {cell}" for head, cell in said)

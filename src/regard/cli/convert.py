@@ -3,52 +3,91 @@
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
+import typer
 from rich.console import Console
 from rich.markup import escape
 
-from regard.cli.layout import Column, tabulate
-from regard.cli.loading import device_named
+from regard.cli.layout import tabulate
+from regard.cli.options import Device, Json, Threads, start, verb
 from regard.cli.terminal import print_json, progress_bar, say, stdout
-from regard.convert.healing.environment import keep_freed_memory
-from regard.convert.job import Job, run_job
-from regard.convert.measuring import Measured
-from regard.convert.report import Report
-from regard.convert.texts import read_texts
-from regard.hf.packages import quiet
 
-COLUMNS = (Column("", words=True), Column("before"), Column("after"))
+if TYPE_CHECKING:
+    from regard.convert.measuring import Measured
+    from regard.convert.report import Report
+
+COLUMNS = ("", "before", "after")
+TARGETS = (
+    "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
+    "mla:RANK, mla:RANK+ROPE, or mla with a budget"
+)
 
 
-def run(
-    *,
-    model: Path,
-    to: str,
-    out: Path,
-    calibrate: Sequence[Path] | None,
-    heal: Sequence[Path] | None,
-    text: Sequence[Path] | None,
-    dtype: str | None,
-    device: str,
-    threads: int | None,
-    as_json: bool,
-    **options: Any,
+@verb
+def convert(
+    model: Annotated[Path, typer.Argument(help="A folder with *.safetensors, or a .gguf.")],
+    to: Annotated[str, typer.Option(help=f"{TARGETS}.")],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    form: Annotated[
+        Literal["exact-rope", "deepseek"] | None,
+        typer.Option(help="Of mla: keys rotated on reading, or DeepSeek's, which can be absorbed."),
+    ] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="As a stock deepseek_v3 checkpoint.")
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Cache for --to mla: 0.5 is half of the model's own."),
+    ] = None,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Choose a rank for each layer.")
+    ] = False,
+    calibrate: Annotated[
+        list[Path] | None, typer.Option(help="Text to calibrate on; Python's help if none.")
+    ] = None,
+    heal: Annotated[
+        list[Path] | None, typer.Option(help="Text for distillation from the original model.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time for healing.")] = 30.0,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Held-out text to measure on, too.")
+    ] = None,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Load one layer at a time.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights that are written; the checkpoint's own if left out."),
+    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
-    """Convert, save, and print a table or JSON; `options` are those of a `Job`."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    """Convert a model's attention, report what that lost, and save it in a folder."""
+    start("regard.convert.job", threads=threads)
+    import torch
+
+    from regard.cli.loading import device_named
+    from regard.convert.healing.environment import keep_freed_memory
+    from regard.convert.job import Job, run_job
+    from regard.hf.packages import quiet
+
     job = Job(
         model=model,
         to=to,
         out=out,
+        form=form,
+        portable=portable,
+        budget=budget,
+        by_layer=by_layer,
         calibrate=_read(calibrate),
         heal=_read(heal),
         held_out=_read(text),
+        minutes=minutes,
+        low_memory=low_memory,
         dtype=None if dtype is None else getattr(torch, dtype),
         device=str(device_named(device)),
-        **options,
     )
     if heal:
         keep_freed_memory()
@@ -62,13 +101,15 @@ def run(
 
 def _read(files: Sequence[Path] | None) -> dict[str, str]:
     """The texts by file name, or by path if two files have one name."""
+    from regard.convert.texts import read_texts
+
     given = files or []
     names = [file.name for file in given]
     unique = [str(file) if names.count(file.name) > 1 else file.name for file in given]
     return dict(zip(unique, read_texts(given), strict=True))
 
 
-def show(report: Report, out: Path, console: Console) -> None:
+def show(report: "Report", out: Path, console: Console) -> None:
     """Print the measurements before and after, as wide as the console."""
     rows = [[escape(title), *values] for title, *values in report.table()]
     say(console, f"{report.model}: {report.was}, now {_named(report)}", bold=report.model)
@@ -86,17 +127,17 @@ def show(report: Report, out: Path, console: Console) -> None:
     say(console, f'Next: regard generate {quote(str(out))} --prompt "..." writes text with it.')
 
 
-def _named(report: Report) -> str:
+def _named(report: "Report") -> str:
     """The new attention, by the name that `regard compare` has for it."""
     target = report.target
     return str(target) if target.kind == "heads" else f"a {target.name} ({target})"
 
 
-def _saved(report: Report, out: Path) -> str:
+def _saved(report: "Report", out: Path) -> str:
     return f"Saved in {out}" + (f", in {report.dtype}" if report.dtype else "")
 
 
-def _ran(measured: Measured) -> str:
+def _ran(measured: "Measured") -> str:
     if not (measured.prefill_backend or measured.decode_backend):
         return "transformers' own attention"
     return f"prefill on {measured.prefill_backend}, decoding on {measured.decode_backend}"

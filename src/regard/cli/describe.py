@@ -3,27 +3,27 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import remarks, say
+from regard.cli.layout import tabulate
+from regard.cli.terminal import ranges, remarks, say
 from regard.page.readable import readable_bytes
-from regard.plan.cost import Workload, cache_bytes, parameters, token_bytes
+from regard.plan.cost import Workload, cache_bytes, parameters
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
 
 NEXT = "Next: regard plan says what other attentions and caches cost, and what fits."
 PLAIN = STORAGES["plain"]
+COLUMNS = ("layers", "attention", "heads", "head size", "parameters", "cache, bytes")
 SHOWN = 5  # runs of layers that are listed, at most
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
 
 
 def as_data(model: ModelShape) -> dict[str, Any]:
-    """What `--json` prints: the model's entries, and those of each distinct layer with its costs.
+    """The data of `--json`: the model's entries, and those of each distinct layer with its costs.
 
     Args:
         model: the shapes.
@@ -64,23 +64,16 @@ def _all_parameters(model: ModelShape) -> int | None:
     return sum(counted_ones) if len(counted_ones) == len(found) else None
 
 
-def _caches(layer: LayerShape) -> bool:
-    """Whether it has a cache of its own: encoders have none, nor have layers that share keys."""
-    return layer.causal and layer.keys_of is None
+def _cache(model: ModelShape, layer: LayerShape, context: int) -> int:
+    """Bytes of the layer's cache for so many tokens; encoders have none, nor have layers that
+    share keys."""
+    work = Workload(context=context, dtype=model.dtype)
+    return cache_bytes(layer, PLAIN, work) if layer.causal else 0
 
 
 def _token_bytes(model: ModelShape, layer: LayerShape) -> int:
     """Bytes that a token adds to the layer's cache."""
-    if not _caches(layer) or layer.kind == "linear":
-        return 0
-    return token_bytes(layer, PLAIN, Workload(context=1, dtype=model.dtype))
-
-
-def _cache(model: ModelShape, layer: LayerShape, context: int) -> int:
-    """Bytes of the layer's cache for so many tokens."""
-    if not _caches(layer):
-        return 0
-    return cache_bytes(layer, PLAIN, Workload(context=context, dtype=model.dtype))
+    return 0 if layer.kind == "linear" else _cache(model, layer, 1)
 
 
 def cache_of(model: ModelShape, context: int | None) -> int | None:
@@ -105,12 +98,10 @@ def show(model: ModelShape, console: Console) -> None:
     """
     say(console, f"{model.name}: {_summary(model)}", bold=model.name)
     console.print()
-    heads = ("heads", "head size", "parameters", "cache, bytes")
-    columns = [Column("layers", words=True), Column("attention", words=True), *map(Column, heads)]
     distinct = model.distinct()
     every = _common_traits(distinct)
     cells = [_cells(model, layer, at, every) for layer, at in distinct.items()]
-    tabulate(console, columns, cells)
+    tabulate(console, COLUMNS, cells)
     console.print()
     if every:
         say(console, f"Every layer: {'; '.join(every)}.")
@@ -125,7 +116,7 @@ def show(model: ModelShape, console: Console) -> None:
 
 
 def _print_reasons(model: ModelShape, console: Console) -> None:
-    """Why no layer of regard computes some layers."""
+    """Print the reasons why no layer of regard computes some layers."""
     reasons = by_words(model, lambda layer: layer.unsupported)
     if [len(indices) for indices in reasons.values()] == [len(model.layers)]:
         say(console, f"No layer of regard computes them: {', '.join(reasons)}.")
@@ -241,26 +232,11 @@ def _growth(model: ModelShape) -> str:
     full = sum(_token_bytes(model, layer) for layer in bounded)
     if not full:
         return f"{sentence}."
-    caching = sum(_caches(layer) for layer in bounded)
+    caching = sum(_token_bytes(model, layer) > 0 for layer in bounded)
     return (
         f"{sentence}, and {every - full:,} once {counted(caching, 'layer')} hold as many tokens "
         "as they need."
     )
-
-
-def ranges(indices: Iterable[int]) -> str:
-    """Indices as text.
-
-    Args:
-        indices: in order.
-
-    Examples:
-        >>> ranges((0, 1, 2, 4, 6, 7))
-        '0-2, 4, 6-7'
-    """
-    runs = groupby(enumerate(indices), key=lambda each: each[1] - each[0])
-    listed = [[index for _, index in run] for _, run in runs]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listed)
 
 
 def _few(indices: Iterable[int]) -> str:

@@ -1,7 +1,7 @@
 """regard explain: which backend runs a call, and why the others do not; nothing is computed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +9,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from regard.cli.describe import by_words, ranges
-from regard.cli.layout import Column, tabulate
+from regard.cli.describe import by_words
+from regard.cli.layout import tabulate
 from regard.cli.loading import device_named
-from regard.cli.sentences import printable, wrapped
-from regard.cli.terminal import say
+from regard.cli.terminal import printable, ranges, say, wrapped
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
@@ -24,14 +23,7 @@ from regard.see.grammar import mask_from
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
 STATE = "their state is no cache of keys and values"
 NAME = 9  # columns of the names that lines begin with
-COLUMNS = (
-    Column("", left=True),
-    Column("layers", words=True),
-    Column("attention", words=True),
-    Column("keys read"),
-    Column("backend", left=True),
-    Column("estimate"),
-)
+COLUMNS = ("", "layers", "attention", "keys read", "backend", "estimate")
 NEXT = (
     "The backend with the least estimated time runs. Next: --why says what each mask became, and "
     "what every other backend would take or objects to."
@@ -170,16 +162,10 @@ def refused(model: ModelShape) -> dict[str, list[int]]:
 
 def _merged(calls: Iterator[Explained]) -> list[Explained]:
     """Join calls that are alike, with the layers of all of them."""
-    layers: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], Explained] = {}
+    layers: dict[Explained, list[int]] = {}
     for each in calls:
-        key = each.kind, each.phase, each.form, each.call
-        layers.setdefault(key, []).extend(each.layers)
-        first.setdefault(key, each)
-    return [
-        Explained(tuple(sorted(layers[key])), each.kind, each.phase, each.form, each.call)
-        for key, each in first.items()
-    ]
+        layers.setdefault(replace(each, layers=()), []).extend(each.layers)
+    return [replace(each, layers=tuple(sorted(found))) for each, found in layers.items()]
 
 
 def _of_layer(

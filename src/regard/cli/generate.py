@@ -6,81 +6,116 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
+import typer
 from rich.console import Console
 
-from regard.cli.layout import Column, tabulate
-from regard.cli.loading import load_for
+from regard.cli.layout import tabulate
+from regard.cli.options import (
+    DEFAULT_MODEL,
+    Device,
+    Dtype,
+    Json,
+    OptionalModel,
+    Threads,
+    named,
+    refuse,
+    start,
+    verb,
+)
 from regard.cli.terminal import print_json, say, stdout, waiting
-from regard.hf import SMOLLM2, Written, fetch_smollm2, write
-from regard.hf.generating.prefix_folder import prefixes_in
-from regard.hf.generating.text import cache_name
-from regard.hf.packages import quiet
-from regard.ops.explain import kernel_objection
+from regard.names import CACHES, PAGES, PLAIN
 from regard.page.readable import readable_bytes
-from regard.turns import in_turns, ratio_of
 from regard.words import counted, without_controls
 
-COLUMNS = (
-    Column("", words=True),
-    Column("prompt, tokens/s"),
-    Column("first token, s"),
-    Column("text, tokens/s"),
-    Column("cache"),
-    Column("peak memory"),
-)
+if TYPE_CHECKING:
+    from regard.cli.loading import Loaded
+    from regard.hf import Written
+
+COLUMNS = ("", "prompt, tokens/s", "first token, s", "text, tokens/s", "cache", "peak memory")
 TOKENS = 9  # of a text in a round: the prompt, then eight steps
 ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
 
 
-def run(
-    *,
-    prompt: str,
-    model: Path | None,
-    attention: str,
-    cache: str,
-    seed: int,
-    stream: bool,
-    against: str | None,
-    dtype: str | None,
-    device: str,
-    threads: int | None,
-    prefix_cache: Path | None,
-    as_json: bool,
-    **settings: Any,
+@verb
+def generate(
+    prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
+    model: OptionalModel = None,
+    attention: Annotated[
+        Literal["regard", "interface", "transformers"],
+        typer.Option(help="Installed, registered as an attention function, or transformers' own."),
+    ] = "regard",
+    cache: Annotated[
+        str,
+        typer.Option(
+            metavar="<kind>",
+            help=f"{', '.join(CACHES)} or transformers. auto: windows of layers that have one, all "
+            "tokens of others. K8V4: keys in 8 bits, values in 4.",
+            autocompletion=lambda: [*CACHES, "transformers"],
+        ),
+    ] = "auto",
+    format: Annotated[
+        str, named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
+    ] = PLAIN,
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder that stores the pages of prompts: one that begins like an earlier one "
+            "is computed from where they differ. Needs --cache paged."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 for the most likely token at each step.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed, for temperatures above 0.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    stream: Annotated[
+        bool, typer.Option(help="Show text as it is generated, or at the end.")
+    ] = True,
+    against: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(help="Run transformers' own attention and cache too, and compare."),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
-    """Load, generate once or twice, and print; `settings` are further arguments of `write`."""
-    cache = cache_name(cache)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    shown = stream and not as_json
+    """Generate text with a transformers model on regard, with its time and memory."""
+    if cache.lower() != "paged" and (prefix_cache is not None or format != PLAIN):
+        hint = "--format" if prefix_cache is None else "--prefix-cache"
+        refuse(hint, f"it needs --cache paged, got --cache {cache}")
+    start("regard.hf", threads=threads)
+    from regard.cli.loading import load_for
+    from regard.hf.generating.prefix_folder import prefixes_in
+    from regard.hf.generating.text import cache_name
+    from regard.hf.packages import quiet
+
+    own, shown = (attention, cache_name(cache)), stream and not as_json
+    more: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    more["chat"] = chat
     with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
         stack.enter_context(quiet())
-        with waiting(f"loading {model or SMOLLM2}"):
-            found = load_for(model or fetch_smollm2(), dtype=dtype, device=device)
-            loaded = found.model, found.tokenizer
-            format = settings.pop("format")
-            pages = _pages(format, prefix_cache, loaded[0], stack)
-        show_text = _show if shown else _hide
-        runs = [_run(loaded, prompt, (attention, cache), seed, show_text, settings | pages)]
+        with waiting(f"loading {model or DEFAULT_MODEL}"):
+            loaded = load_for(model, dtype=dtype, device=device)
+            pages: dict[str, Any] = {"format": format}
+            if prefix_cache is not None:
+                pool = prefixes_in(prefix_cache, loaded.model, format=format)
+                pages = {"pool": stack.enter_context(pool)}
+        run = partial(_run, loaded, prompt, seed)
+        runs = [run(own, more | pages, shown=_show if shown else _hide)]
         if shown:
             _show("\n")  # so that a progress line does not erase the text's last line
         if against:
             with waiting("generating again with transformers, then both in turns"):
-                runs.append(_run(loaded, prompt, (against, against), seed, _hide, settings))
-                few = settings | {"max_new_tokens": min(settings["max_new_tokens"], TOKENS)}
-                again = partial(_run, loaded, prompt, seed=seed, shown=_hide, warm_up=False)
-                mine = partial(again, (attention, cache), settings=few | {"format": format})
-                theirs = partial(again, (against, against), settings=few)
-                runs[0] = _beside(runs[0], mine, theirs)
-        _print(runs, shown, as_json)
-
-
-def _print(runs: list[Written], shown: bool, as_json: bool) -> None:
-    """Print the text, unless it was shown, and what it took; or JSON alone."""
+                other = against, against
+                runs.append(run(other, more))
+                few = more | {"max_new_tokens": min(max_new_tokens, TOKENS)}
+                mine = partial(run, own, few | {"format": format}, warm_up=False)
+                runs[0] = _beside(runs[0], mine, partial(run, other, few, warm_up=False))
     if as_json:
         print_json([asdict(each) for each in runs])
         return
@@ -90,16 +125,10 @@ def _print(runs: list[Written], shown: bool, as_json: bool) -> None:
     show(runs, stdout())
 
 
-def _pages(format: str, folder: Path | None, model: Any, stack: ExitStack) -> dict[str, Any]:
-    """The arguments of `write` about pages; a folder of prefixes is stored again when `stack`
-    ends."""
-    if folder is None:
-        return {"format": format}
-    return {"pool": stack.enter_context(prefixes_in(folder, model, format=format))}
-
-
-def show(runs: list[Written], console: Console) -> None:
+def show(runs: list["Written"], console: Console) -> None:
     """Print the time and memory of each run, and how two compare."""
+    from regard.ops.explain import kernel_objection
+
     first = runs[0]
     found = f" ({first.prefix_tokens:,} of them found)" if first.prefix_tokens else ""
     prompt, text = counted(first.prompt_tokens, "token"), counted(len(first.tokens), "token")
@@ -117,7 +146,7 @@ def show(runs: list[Written], console: Console) -> None:
         say(console, "Next: --against transformers compares the speeds; --cache K8V4 saves memory.")
 
 
-def _cells(written: Written) -> list[str]:
+def _cells(written: "Written") -> list[str]:
     cache = "" if written.cache == written.attention else f", {written.cache} cache"
     return [
         f"{written.attention}{cache}",
@@ -129,30 +158,39 @@ def _cells(written: Written) -> list[str]:
     ]
 
 
-def _backends(written: Written) -> str:
+def _backends(written: "Written") -> str:
     decoding = f", decoding on {written.decode_backend}" if written.decode_backend else ""
     return f"{written.attention}: prompt read on {written.prefill_backend}{decoding}."
 
 
 def _run(
-    loaded: tuple[Any, Any],
+    loaded: "Loaded",
     prompt: str,
-    setting: tuple[str, str],
     seed: int,
-    shown: Callable[[str], object],
-    settings: dict[str, Any],
+    setting: tuple[str, str],
+    options: dict[str, Any],
+    *,
+    shown: Callable[[str], object] | None = None,
     warm_up: bool = True,
-) -> Written:
+) -> "Written":
     """One text, by one attention and cache, from the same seed."""
+    import torch
+
+    from regard.hf import write
+
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"attention": setting[0], "cache": setting[1], **settings}
-    return write(*loaded, prompt, shown=shown, warm_up=warm_up, **options)
+    options = {"attention": setting[0], "cache": setting[1], **options}
+    return write(
+        loaded.model, loaded.tokenizer, prompt, shown=shown or _hide, warm_up=warm_up, **options
+    )
 
 
 def _beside(
-    written: Written, mine: Callable[[], Written], theirs: Callable[[], Written]
-) -> Written:
+    written: "Written", mine: Callable[[], "Written"], theirs: Callable[[], "Written"]
+) -> "Written":
     """With the ratios of the speeds of two short runs, in turns; none of what did not run."""
+    from regard.turns import in_turns, ratio_of
+
     found = in_turns({"mine": mine, "theirs": theirs}, ROUNDS, limit=SECONDS)
     ratios: dict[str, Any] = {}
     for phase in ("prefill", "decode"):
@@ -175,7 +213,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _compared(runs: list[Written]) -> list[str]:
+def _compared(runs: list["Written"]) -> list[str]:
     """A sentence that compares two runs."""
     if len(runs) < 2:
         return []

@@ -1,40 +1,53 @@
 """The model of a command, in the dtype and on the device that were asked for."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from regard.hf import load
+from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.loading.checkpoints import stored_dtype
 
 
 class Loaded(NamedTuple):
-    """A model, its tokenizer or None, and the dtype of its checkpoint, which its caches have."""
+    """A model, its tokenizer or None, the dtype of its checkpoint, which its caches have; its
+    name."""
 
     model: Any
     tokenizer: Any
     stored: torch.dtype
+    name: str
 
 
-def load_for(path: Path, *, dtype: str | None, device: str) -> Loaded:
+def load_for(
+    path: Path | None,
+    *,
+    dtype: str | None,
+    device: str,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Loaded:
     """Load a model for a command.
 
     Args:
-        path: of a folder, or of a GGUF file.
+        path: of a folder, or of a GGUF file; None for SmolLM2, which is fetched the first time.
         dtype: the name of the one that it computes in; if None, float32 on a CPU, where products
             in 16 bits are slow or missing, and the checkpoint's own elsewhere.
         device: where it goes.
+        progress: is told of the fetching.
 
     Raises:
         ValueError: if there is no such device here; and as `regard.hf.load`.
     """
+    if path is None:
+        progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
+        path = fetch_smollm2()
     where, stored = device_named(device), stored_dtype(path)
     chosen = torch.float32 if where.type == "cpu" else stored
     if dtype is not None:
         chosen = getattr(torch, dtype)
     model, tokenizer = load(path, dtype=chosen, device=where)
-    return Loaded(model, tokenizer, stored)
+    return Loaded(model, tokenizer, stored, path.name)
 
 
 def device_named(name: str) -> torch.device:

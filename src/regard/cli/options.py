@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -29,6 +29,9 @@ Dtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
+Svg = Annotated[Path | None, typer.Option(help="Write the picture as SVG.")]
+Png = Annotated[Path | None, typer.Option(help="Write the picture as PNG.")]
+Html = Annotated[Path | None, typer.Option(help="Write a page to explore in a browser.")]
 
 app = typer.Typer(
     help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
@@ -37,6 +40,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: in panels of 60 columns option names are cut
 )
 
+
+MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
 
 # Turns of a loop in which a thread of GNU's OpenMP waits before it sleeps: 30 microseconds, about
 # the time between two operators. The default of 300,000 takes the cores from other programs.
@@ -71,6 +76,20 @@ def _added(
     return function
 
 
+show = group("show", "Draw a mask, or where the heads of a model look.")
+
+
+def size(text: str, least: int = 1) -> Any:
+    """The option of a whole number, at least so large, and below the size of a mistake."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value > MOST:
+            raise typer.BadParameter(f"{value} is above {MOST:,}")
+        return value
+
+    return typer.Option(min=least, help=text, callback=check)
+
+
 def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
     """An option whose value is one of these names, in upper or lower case; `also` may be given, and
     is not completed."""
@@ -89,20 +108,15 @@ def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
     return typer.Option(help=text, autocompletion=lambda: list(names), callback=check)
 
 
-def set_threads(threads: int | None) -> None:
-    """Let torch use so many threads of the CPU; as many as it chooses if None."""
-    if threads is not None:
-        import torch
+def start(module: str, *, threads: int | None = None, timed: bool = False) -> None:
+    """Import what a verb needs, and let torch use so many threads of the CPU.
 
-        torch.set_num_threads(threads)
-
-
-def imported(name: str, *, timed: bool = False) -> Any:
-    """The module of a verb in this package, imported without garbage collections: of torch's half a
-    million objects each takes a tenth of a second, and none of them is garbage.
+    Garbage is not collected meanwhile: of torch's half a million objects a collection takes a tenth
+    of a second, and none of them is garbage.
 
     Args:
-        name: of the module.
+        module: that is imported, with all that it imports.
+        threads: of the CPU; as many as torch chooses if None.
         timed: whether the verb times calls as they run in the user's own programs, so that threads
             wait as they do there.
     """
@@ -111,8 +125,22 @@ def imported(name: str, *, timed: bool = False) -> Any:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return import_module(f"regard.cli.{name}")
+        import_module(module)
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
     finally:
         gc.freeze()
         if collecting:
             gc.enable()
+
+
+def refuse(option: str, reason: str) -> NoReturn:
+    """Raise the error of an option: a sentence, and exit code 2."""
+    raise typer.BadParameter(reason, param_hint=option)
+
+
+def spelled(name: str) -> str:
+    """The option of a parameter, as it is typed."""
+    return f"--{name.replace('_', '-')}"

@@ -6,15 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from regard.cli.layout import Column, tabulate
+from regard.cli.layout import tabulate
 from regard.cli.terminal import remarks, say
 from regard.page.readable import readable_bytes
 from regard.plan.devices import THIS
-from regard.plan.rows import Plan, Row
+from regard.plan.rows import Plan, Row, fits
 from regard.plan.shapes import distinct
 from regard.words import counted
 
-UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
 MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
@@ -31,7 +30,7 @@ def show(found: Plan, console: Console, *, every: bool = False, why: bool = Fals
     """
     say(console, _heading(found), bold=found.model.name)
     console.print()
-    (_print_every if every else _print_table)(found, console)
+    _print_table(found, console, every)
     if found.tp * found.cp > 1:
         console.print()
         _print_sent(found, console)
@@ -59,28 +58,15 @@ def _heading(found: Plan) -> str:
     return "; ".join([*parts, f"{memory} for the cache alone{taken}"]) + "."
 
 
-def _print_table(found: Plan, console: Console) -> None:
-    """A line for each attention: its cache by storage; what fits, and times, with the first."""
-    unit, scale = _unit(min(row.cost.cache_bytes for row in found.rows))
-    by_attention: dict[str, list[Row]] = {}
-    for row in found.rows:
-        by_attention.setdefault(row.key, []).append(row)
-    storages = list(dict.fromkeys(row.storage.name for row in found.rows))
-    columns = [Column("attention", words=True)]
-    columns += [*(Column(f"{storage}, {unit}") for storage in storages), *_measures(found)]
-    cells = [
-        [
-            escape(rows[0].attention),
-            *(_short(row.cost.cache_bytes / scale) for row in rows),
-            *_measured(rows[0]),
-        ]
-        for rows in by_attention.values()
-    ]
-    tabulate(console, columns, cells)
-    notes = []
+def _print_table(found: Plan, console: Console, every: bool) -> None:
+    heads, rows = found.table(every)
+    tabulate(console, heads, [list(map(escape, row)) for row in rows])
+    if every:
+        return
+    notes, storages = [], dict.fromkeys(row.storage.name for row in found.rows)
     if len(storages) > 1:
         what = "Tokens and times are" if found.devices else "Tokens are"
-        notes.append(f"{what} those of the {storages[0]} cache.")
+        notes.append(f"{what} those of the {next(iter(storages))} cache.")
     if found.devices:
         bounds = (f"{_bound(key)} on {each.name}" for key, each in found.devices.items())
         notes.append(f"Times: {'; '.join(bounds)}.")
@@ -91,47 +77,15 @@ def _bound(device: str) -> str:
     return "about, as measured," if device == THIS else "at least,"
 
 
-def _print_every(found: Plan, console: Console) -> None:
-    """A line for each attention and storage: ideal bytes, allocated ones, and whole blocks."""
-    unit, scale = _unit(min(row.cost.cache_bytes for row in found.rows))
-    figures = ["ideal", "regard", *([f"blocks of {found.block:,}"] if found.block else [])]
-    columns = [Column("attention", words=True), Column("cache", left=True), Column("weights, M")]
-    columns += [Column(f"{figure}, {unit}") for figure in figures]
-    cells = []
-    for row in found.rows:
-        sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, row.block_bytes)
-        shown = [_short(size / scale) for size in sizes if size is not None]
-        weights = _short(row.cost.parameters / 1e6)
-        named = [escape(row.attention), row.storage.name, weights]
-        cells.append([*named, *shown, *_measured(row)])
-    tabulate(console, [*columns, *_measures(found)], cells)
-
-
-def _measures(found: Plan) -> list[Column]:
-    """The columns of what fits, and of times on each device."""
-    several = len(found.devices) > 1
-    fits = Column(f"tokens in {readable_bytes(found.memory)}")
-    return [fits, *(Column(f"decode{several * f' on {key}'}, ms") for key in found.devices)]
-
-
-def _measured(row: Row) -> list[str]:
-    return [_count(row.largest_context.ideal), *(_short(1e3 * each.seconds) for each in row.decode)]
-
-
 def _print_sent(found: Plan, console: Console) -> None:
-    """Print the bytes that a rank sends, which do not depend on the storage of its cache, and the
-    times of each link."""
-    columns = [Column("attention", words=True)]
-    columns += [Column(f"sent: {work}", group="sent") for work in SENT.values()]
-    for key in found.links:
-        columns += [Column(f"{key}: {work}, ms", group=key) for work in SENT.values()]
+    """Print the bytes that a rank sends, which do not depend on the storage of its cache."""
+    heads = ["attention", *(f"sent: {work}" for work in SENT.values())]
     rows = list({row.key: row for row in found.rows}.values())
     cells = [
         [escape(row.attention), *(readable_bytes(getattr(row.sent, name)) for name in SENT)]
-        + [_short(1e3 * getattr(each, name)) for each in row.transfers for name in SENT]
         for row in rows
     ]
-    tabulate(console, columns, cells)
+    tabulate(console, heads, cells)
 
 
 def _verdict(found: Plan) -> list[str]:
@@ -150,17 +104,17 @@ def _verdict(found: Plan) -> list[str]:
         fitting += [f"converted to {'; '.join(names)}"] * bool(names)
         what = f"They fit {', or '.join(fitting)}" if fitting else "Nothing here fits"
         return [f"{size}, more than {memory}. {what}."]
-    sentence = f"{size}; {memory} holds {_count(first.largest_context.ideal)} tokens"
+    sentence = f"{size}; {memory} holds {fits(first)} tokens"
     least = min(own, key=_bytes)
     if least is not first:
-        tokens = _count(least.largest_context.ideal)
+        tokens = fits(least)
         sentence += f", or {tokens} with {least.storage.name}, which needs no conversion"
     sentences = [f"{sentence}."]
     if others:
         least = min(others, key=_bytes)
         sentences.append(
             f"The smallest conversion, {least.attention} with {least.storage.name}, holds "
-            f"{_count(least.largest_context.ideal)}."
+            f"{fits(least)}."
         )
     if any(row.cost.uncounted for row in found.rows):
         sentences.append("Linear attention: its state is counted, its work and parameters are not.")
@@ -188,7 +142,7 @@ def _next(found: Plan, every: bool) -> str:
 
 
 def _explained(found: Plan) -> list[str]:
-    """How bytes and times are counted."""
+    """Sentences on how bytes and times are counted."""
     sentences = [
         "ideal: the tokens that are needed, and no more. regard: the buffers of its caches, which "
         "double when they are full."
@@ -209,41 +163,19 @@ def _explained(found: Plan) -> list[str]:
             f"{row.decode[at].bound}, prefill by {row.prefill[at].bound}."
         )
     if found.tp * found.cp > 1:
-        sentences += _sent(found)
+        sentences.append(_sent(found))
     return sentences + list(found.model.remarks)
 
 
-def _sent(found: Plan) -> list[str]:
-    """Sentences on the rank and the bytes that are counted, and on the rates of each link."""
+def _sent(found: Plan) -> str:
+    """A sentence on the rank and the bytes that are counted."""
     rank = found.rows[0].sent.rank
     counted_rank = f"; rank {rank}, which sends most" if found.cp > 1 else ""
-    sentences = [
+    return (
         f"a rank sends: to the others, for its attention{counted_rank}; to train is a forward and "
         "a backward pass, without the sums of the weights' gradients."
         + (" With split heads each MLP adds one more sum of the outputs." if found.tp > 1 else "")
-    ]
-    return sentences + [
-        f"ms {key}: at least, of {link.name} and nothing else, {link.bytes_per_second / 1e9:,.3g} "
-        f"GB/s a rank in each direction and {1e6 * link.latency:.2g} us for each step "
-        f"({link.source})."
-        for key, link in found.links.items()
-    ]
-
-
-def _unit(size: int) -> tuple[str, int]:
-    """The largest unit of which there is at least one."""
-    return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
-
-
-def _short(value: float) -> str:
-    """Three digits; of large numbers all before the point."""
-    if value == 0 or value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:,.3g}" if value >= 1e-3 else f"{value:.0e}"
-
-
-def _count(value: int | None) -> str:
-    return "any" if value is None else f"{value:,}"
+    )
 
 
 def as_data(found: Plan) -> dict[str, Any]:
@@ -255,7 +187,6 @@ def as_data(found: Plan) -> dict[str, Any]:
         **{name: getattr(found, name) for name in ("context", "batch", "memory", "dtype")},
         **{name: getattr(found, name) for name in ("tp", "cp", "block")},
         "devices": {key: asdict(device) for key, device in found.devices.items()},
-        "links": {key: asdict(link) for key, link in found.links.items()},
         "rows": [_row_data(row) for row in found.rows],
         "left_out": dict(found.left_out),
     }

@@ -1,22 +1,20 @@
-"""`regard describe` and `regard plan`."""
+"""`regard describe`, `plan` and `explain`: what follows from the shapes of a model."""
 
-import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from regard.cli.options import Json, imported, named, verb
+from regard.cli.options import Json, Threads, named, refuse, size, spelled, start, verb
 from regard.names import STORAGES, UNCHANGED
 
 if TYPE_CHECKING:
     from regard.plan import ModelShape, Plan
 
-LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
-MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
-MOST_OF = {"context": 10**12, "window": 10**12, "batch": 10**9}  # tokens, tokens, rows
-MOST_OF_OTHERS = 10**6  # heads, channels, layers, ranks
+CONTEXT = 4096  # tokens of `explain`, if none are given
+MOST_MEMORY = 10**9  # GiB; a larger number is taken for an error
 
 
 @verb
@@ -39,7 +37,7 @@ def describe(
     Read from a description of transformers 4 or 5, of llama.cpp, or one that regard has saved. An
     architecture or an entry that is not known is refused by name: a description would be a guess.
     """
-    imported("describe")
+    start("regard.cli.describe")
     from regard.cli import describe as described
     from regard.cli.terminal import print_json, stdout
     from regard.plan.describing import describe as describe_file
@@ -60,40 +58,22 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    num_heads: Annotated[
-        int | None, typer.Option(min=1, help="Query heads, instead of MODEL.")
-    ] = None,
-    hidden_size: Annotated[
-        int | None, typer.Option(min=1, help="Channels of the hidden states.")
-    ] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key heads; the query heads if left out.")
-    ] = None,
+    num_heads: Annotated[int | None, size("Query heads, instead of MODEL.")] = None,
+    hidden_size: Annotated[int | None, size("Channels of the hidden states.")] = None,
+    num_kv_heads: Annotated[int | None, size("Key heads; the query heads if left out.")] = None,
     head_dim: Annotated[
-        int | None,
-        typer.Option(min=1, help="Channels of a query; hidden size / heads if left out."),
+        int | None, size("Channels of a query; hidden size / heads if left out.")
     ] = None,
-    v_head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Channels of a value, if others.")
-    ] = None,
-    num_layers: Annotated[int | None, typer.Option(min=1, help="Layers; 1.")] = None,
-    kv_lora_rank: Annotated[
-        int | None, typer.Option(min=1, help="Of MLA: channels of its latent.")
-    ] = None,
-    q_lora_rank: Annotated[
-        int | None, typer.Option(min=1, help="Of MLA: channels of its query latent.")
-    ] = None,
+    v_head_dim: Annotated[int | None, size("Channels of a value, if others.")] = None,
+    num_layers: Annotated[int | None, size("Layers; 1.")] = None,
+    kv_lora_rank: Annotated[int | None, size("Of MLA: channels of its latent.")] = None,
+    q_lora_rank: Annotated[int | None, size("Of MLA: channels of its query latent.")] = None,
     qk_rope_head_dim: Annotated[
-        int | None,
-        typer.Option(min=0, help="Channels with RoPE; a whole head if left out."),
+        int | None, size("Channels with RoPE; a whole head if left out.", least=0)
     ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Keys that a query sees at most.")
-    ] = None,
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens of the prefill and in the cache.")
-    ] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    window: Annotated[int | None, size("Keys that a query sees at most.")] = None,
+    context: Annotated[int, size("Tokens of the prefill and in the cache.")] = 4096,
+    batch: Annotated[int, size("Rows.")] = 1,
     memory: Annotated[
         float, typer.Option(help="GiB for the cache alone, of each rank, for what fits.")
     ] = 1.0,
@@ -105,15 +85,10 @@ def plan(
         Literal["float64", "float32", "bfloat16", "float16"] | None,
         typer.Option(help="Of weights and plain caches; the model's if left out."),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the heads.")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Ranks that share the tokens.")] = 1,
-    link: Annotated[
-        list[str] | None,
-        named(LINKS, f"Between the ranks: {', '.join(LINKS)}. Repeatable."),
-    ] = None,
+    tp: Annotated[int, size("Ranks that share the heads.")] = 1,
+    cp: Annotated[int, size("Ranks that share the tokens.")] = 1,
     block: Annotated[
-        int,
-        typer.Option(min=0, help="As --all, with whole blocks of so many tokens; 16 in vLLM."),
+        int, size("As --all, with whole blocks of so many tokens; 16 in vLLM.", least=0)
     ] = 0,
     attention: Annotated[
         list[str] | None,
@@ -128,7 +103,7 @@ def plan(
         ),
     ] = None,
     page_size: Annotated[
-        int, typer.Option(min=0, help="Tokens of a page of a PagePool; 0: caches without pages.")
+        int, size("Tokens of a page of a PagePool; 0: caches without pages.", least=0)
     ] = 0,
     every: Annotated[
         bool,
@@ -140,7 +115,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What each attention a model could have costs: cache, time, and the context that fits."""
+    """Costs of each attention that a model could have: cache, time, and the context that fits."""
     sizes = {
         "num_heads": num_heads,
         "hidden_size": hidden_size,
@@ -156,12 +131,9 @@ def plan(
     call = {"context": context, "batch": batch, "tp": tp, "cp": cp}
     call |= {"page_size": page_size, "block": block}
     given = _chosen_sizes(model, sizes)
-    _check_most(sizes | call)
-    if not (math.isfinite(memory) and 0 < memory <= MOST_MEMORY):
-        raise typer.BadParameter(
-            f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}", param_hint="--memory"
-        )
-    imported("plan")
+    if not 0 < memory <= MOST_MEMORY:
+        refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
+    start("regard.cli.plan")
     from regard.plan.planning import GIBIBYTE
     from regard.plan.planning import plan as plan_model
 
@@ -171,7 +143,6 @@ def plan(
         memory=max(1, int(memory * GIBIBYTE)),
         devices=device or (),
         dtype=dtype,
-        links=link or (),
         attentions=attention or (),
         storages=storage or (),
     )
@@ -210,20 +181,98 @@ def _chosen_sizes(model: Path | None, sizes: Mapping[str, int | None]) -> dict[s
     """The sizes that are given, which stand in place of a model."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if model is not None and given:
-        raise typer.BadParameter("a MODEL has its own sizes", param_hint=_option(min(given)))
+        refuse(spelled(min(given)), "a MODEL has its own sizes")
     if model is None and not {"num_heads", "hidden_size"} <= given.keys():
-        raise typer.BadParameter(
-            "give a MODEL, or --num-heads and --hidden-size", param_hint="MODEL"
-        )
+        refuse("MODEL", "give a MODEL, or --num-heads and --hidden-size")
     return given
 
 
-def _check_most(given: Mapping[str, int | None]) -> None:
-    for name, value in given.items():
-        most = MOST_OF.get(name, MOST_OF_OTHERS)
-        if value is not None and value > most:
-            raise typer.BadParameter(f"{value} is above {most:,}", param_hint=_option(name))
+@verb
+def explain(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A folder with config.json, such a file, or a .gguf; its weights are not read.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int | None, size("Of a model: tokens, 4096 if left out.")] = None,
+    num_heads: Annotated[int | None, size("Query heads, in place of a model.")] = None,
+    num_kv_heads: Annotated[
+        int | None, size("Key heads; as many as query heads if left out.")
+    ] = None,
+    head_dim: Annotated[int | None, size("Channels of a query or key.")] = None,
+    v_head_dim: Annotated[int | None, size("Channels of a value; as of a key if left out.")] = None,
+    queries: Annotated[int, size("New tokens; 1 is a decoding step.")] = 1,
+    keys: Annotated[int | None, size("Tokens in all, 4096 if left out.")] = None,
+    batch: Annotated[int, size("Rows.")] = 1,
+    mask: Annotated[
+        str | None, typer.Option(help='A rule in quotes; "Causal()" if left out.')
+    ] = None,
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of queries, keys and values; the model's own, or float32."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where they are: cpu, cuda.")] = "cpu",
+    threads: Threads = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Of a model: masks, and why other backends do not run.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Name the backend that runs a call, its simplified mask, and objections of the others."""
+    sizes = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "keys": keys,
+    }
+    _check_call(model, context, {**sizes, "mask": mask})
+    start("regard.cli.explain", threads=threads)
+    from regard.cli import explain as shown
+    from regard.cli.terminal import print_json, stdout
+    from regard.plan.shapes import LayerShape
+    from regard.words import counted
+
+    tokens, missing, title = context or keys or CONTEXT, {}, ""
+    if num_heads is not None and head_dim is not None:
+        layer = LayerShape(
+            hidden_size=num_heads * head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim or head_dim,
+        )
+        rule = mask or "Causal()"
+        found = [shown.of_sizes(layer, rule, queries, tokens, batch, dtype or "float32", device)]
+    else:
+        from regard.plan.describing import describe  # imports transformers
+
+        shape = describe(cast("Path", model))
+        numbers = dtype or shape.dtype
+        found = shown.of_model(shape, tokens, queries, batch, numbers, device)
+        missing = shown.refused(shape)
+        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {numbers}"
+    if as_json:
+        calls = [asdict(each) for each in found]
+        print_json({"model": title, "calls": calls, "refused": missing})
+        return
+    title += f"; {counted(tokens, 'token')}, {counted(batch, 'row')}" if title else ""
+    shown.show(title, found, missing, stdout(80), why=why)
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _check_call(model: Path | None, context: int | None, sizes: dict[str, Any]) -> None:
+    """Refuse sizes beside a model, and sizes that are no call."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if model is not None and given:
+        refuse(spelled(min(given)), "a model says this itself")
+    if model is None and context is not None:
+        refuse("--context", "goes with a model; of sizes it is --keys")
+    if model is None and not {"num_heads", "head_dim"} <= given.keys():
+        refuse("MODEL", "give a model, or --num-heads and --head-dim")
+    if given.get("num_heads", 0) % given.get("num_kv_heads", 1):
+        refuse(
+            "--num-kv-heads",
+            f"{given['num_kv_heads']} does not divide the {given['num_heads']} query heads",
+        )

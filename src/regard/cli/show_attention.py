@@ -4,21 +4,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from regard.cli.describe import ranges
-from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import say, waiting
-from regard.hf import SMOLLM2, fetch_smollm2, load
-from regard.hf.packages import quiet
-from regard.see import AttentionMaps, attention, find
-from regard.see.map_picture import draw
-from regard.see.map_text import bar, best, map_text, readable
-from regard.see.pages import head_maps
+from regard.cli.layout import tabulate
+from regard.cli.options import (
+    DEFAULT_MODEL,
+    Html,
+    Json,
+    OptionalModel,
+    Png,
+    Svg,
+    Threads,
+    refuse,
+    show,
+    start,
+)
+from regard.cli.terminal import print_json, ranges, say, stdout, waiting
 from regard.words import counted
+
+if TYPE_CHECKING:
+    from regard.see import AttentionMaps
 
 LARGEST = 2**27  # weights of all maps together, at most: 512 MiB in float32
 PAGE = 2**25  # numbers in a page at most, if no maps are chosen: 30 x 9 maps of 350 tokens
@@ -53,112 +62,127 @@ class Asked:
         return any(each is not None for each in (self.layers, self.heads, self.queries, self.keys))
 
 
-@dataclass(frozen=True)
-class Looked:
-    """The maps of a prompt, the options as numbers, and the tokens of a word that was searched."""
+@show
+def show_attention(
+    model: OptionalModel = None,
+    text: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    text_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers whose maps are computed, as 0,3-5.")
+    ] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads as LAYER.HEAD: 3.1,4.0.")] = None,
+    queries: Annotated[
+        str | None, typer.Option(help="Tokens whose rows are computed, as 0,3-5.")
+    ] = None,
+    find: Annotated[str | None, typer.Option(help="Show the part around this word.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Save maps and tokens, as other viewers read them: .npz.")
+    ] = None,
+    svg: Svg = None,
+    png: Png = None,
+    html: Html = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Draw where the heads of a model look, while its fast kernels run."""
+    if (text is None) == (text_file is None):
+        refuse("--text", "give one of --text and --text-file")
+    start("regard.see", threads=threads)
+    from regard.see import attention
+    from regard.see.map_picture import draw
+    from regard.see.pages import head_maps
 
-    maps: AttentionMaps
-    asked: Asked
-    found: tuple[int, ...]
-    seconds: float
-
-
-def look(
-    model: Path | None,
-    prompt: str,
-    lists: tuple[str | None, str | None, str | None],
-    *,
-    window: tuple[int, int] | None = None,
-    find: str | None = None,
-    most: int = 0,
-) -> Looked:
-    """Load a model and run it once on a prompt.
-
-    Args:
-        model: its folder or file; SmolLM2 if None.
-        prompt: the text.
-        lists: of layers, of heads and of queries, as they are typed.
-        window: the first token, and how many, that are shown.
-        find: the word around which tokens are shown.
-        most: numbers of all maps together up to which all are computed, if none is chosen.
-
-    Raises:
-        ValueError: if an option is no list of numbers, or names what is not there.
-    """
-    with quiet(), waiting(f"loading {model or SMOLLM2}"):
-        loaded, tokenizer = load(model or fetch_smollm2())
-    ids, names = _tokens(tokenizer, prompt)
+    prompt = str(text) if text_file is None else text_file.read_text(encoding="utf-8")
+    lists = (_numbers("--layers", layers), _pairs(heads), _numbers("--queries", queries))
+    loaded, ids, names = _load(model, prompt)
     found = _found(names, find)
-    asked = asked_for(*lists, window, found, len(names))
-    with quiet(), waiting(f"looking at {counted(len(names), 'token')}"):
-        started = time.perf_counter()
-        chosen = kept(loaded.config, asked, len(names), most)
+    asked = asked_for(*lists, found, len(names))
+    most = LARGEST if out is not None else PAGE if html is not None else 0
+    started = time.perf_counter()
+    with waiting(f"looking at {counted(len(names), 'token')}"):
         try:
-            maps = attention(loaded, ids, names=names, **chosen)
+            maps = attention(
+                loaded, ids, names=names, **kept(loaded.config, asked, len(names), most)
+            )
         except IndexError as error:  # a layer, head or query that is not there
             raise ValueError(str(error)) from error
-    return Looked(maps, asked, found, time.perf_counter() - started)
+    seconds, name = time.perf_counter() - started, str(model or DEFAULT_MODEL)
+    shown = printed(maps, asked)
+    if out is not None:
+        maps.save(out)
+    if html is not None:
+        head_maps.write(maps, html, title=f"{name}: where its heads look", pairs=asked.pairs)
+    for path in (svg, png):
+        if path is not None:
+            draw(maps, path, shown if asked.anything else ())
+    if as_json:
+        print_json(as_data(maps, shown, name, found), indent=None)
+        return
+    console = stdout(80)
+    say(console, f"{name}: {_said(maps, asked)}, in {seconds:.1f} s.")
+    if found:
+        console.print()
+        say(console, f"{find!r} is in the tokens {', '.join(map(str, found))}.")
+    (_show_maps if asked.anything else _show_all)(maps, shown, console)
 
 
-def said(maps: AttentionMaps, asked: Asked) -> str:
-    """The number of layers, heads and maps, in words. Maps are stored as layers by heads; heads
-    that are named as LAYER.HEAD are counted alone."""
-    if not asked.pairs:
-        return str(maps)
-    queries = counted(len(maps.queries), "query", "queries")
-    return f"{str(maps).partition(';')[0]}; {counted(len(asked.pairs), 'map')} of {queries}"
+def _load(model: Path | None, prompt: str) -> tuple[Any, Any, list[str]]:
+    """The model, the tokens of a prompt, and their text one by one."""
+    from regard.hf import fetch_smollm2, load
+    from regard.hf.packages import quiet
+
+    with quiet(), waiting(f"loading {model or DEFAULT_MODEL}"):
+        loaded, tokenizer = load(model or fetch_smollm2())
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer, which a prompt needs")
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if not ids.numel():
+        raise ValueError("the prompt is empty; give at least one token")
+    return loaded, ids, [tokenizer.decode([each]) for each in ids[0].tolist()]
+
+
+def _found(names: Sequence[str], word: str | None) -> tuple[int, ...]:
+    """The tokens of a word that is searched."""
+    from regard.see import find
+
+    found = () if word is None else find(names, word)
+    if word is not None and not found:
+        raise ValueError(f"--find {word!r} is not in the text; upper and lower case are one")
+    return found
 
 
 def asked_for(
-    layers: str | None,
-    heads: str | None,
-    queries: str | None,
-    window: tuple[int, int] | None,
+    layers: tuple[int, ...] | None,
+    pairs: tuple[tuple[int, int], ...],
+    queries: tuple[int, ...] | None,
     found: tuple[int, ...],
     tokens: int,
 ) -> Asked:
-    """Parse the options into numbers.
+    """The arguments of `attention`: around the first token that was found, if one was.
 
     Raises:
-        ValueError: if one of them is not a list of numbers, or there are no such tokens.
+        ValueError: if layers are given twice.
     """
-    pairs = _pairs(heads)
-    own_heads = None if heads is None else tuple(dict.fromkeys(head for _, head in pairs))
-    own_layers = numbers("--layers", layers)
-    if pairs and pairs[0][0] is not None:
-        if own_layers is not None:
+    heads = None
+    if pairs:
+        if layers is not None:
             raise ValueError("--heads 3.1 names the layer already; leave out --layers")
-        own_layers = tuple(dict.fromkeys(layer for layer, _ in pairs if layer is not None))
-    rows, keys = numbers("--queries", queries), None
-    if window is not None:
-        first, count = window
-        if not 0 <= first < tokens or count < 1:
-            raise ValueError(
-                f"--window {first} {count} is outside of the {tokens} tokens; give the first "
-                "token and how many"
-            )
-        keys = first, min(tokens, first + count)
+        layers, heads = (tuple(dict.fromkeys(each)) for each in zip(*pairs, strict=True))
+    keys = None
     if found:
         keys = max(0, found[0] - AROUND), min(tokens, found[0] + AROUND + 1)
-    if keys is not None and rows is None:
-        rows = tuple(range(*keys))
-    return Asked(
-        own_layers,
-        own_heads,
-        tuple((layer, head) for layer, head in pairs if layer is not None),
-        rows,
-        keys,
-    )
+        queries = queries or tuple(range(*keys))
+    return Asked(layers, heads, pairs, queries, keys)
 
 
-def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     """The numbers of a list such as `0,3-5`; None if the option is left out.
 
     Raises:
         ValueError: if it is no such list.
 
     Examples:
-        >>> numbers("--layers", "0,3-5")
+        >>> _numbers("--layers", "0,3-5")
         (0, 3, 4, 5)
     """
     if text is None:
@@ -175,36 +199,12 @@ def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(found))
 
 
-def _pairs(heads: str | None) -> list[tuple[int | None, int]]:
-    """Layer, or None, and head of a list such as `0,3-5` or `3.1,4.0`."""
-    if heads is None:
-        return []
-    if "." not in heads:
-        return [(None, head) for head in numbers("--heads", heads) or ()]
-    parts = [part.strip().partition(".") for part in heads.split(",")]
+def _pairs(heads: str | None) -> tuple[tuple[int, int], ...]:
+    """Layer and head of a list such as `3.1,4.0`."""
+    parts = [part.strip().partition(".") for part in heads.split(",")] if heads else []
     if not all(layer.isdecimal() and head.isdecimal() for layer, _, head in parts):
-        raise ValueError(f"--heads is a list as 0,3-5, or of LAYER.HEAD as 3.1,4.0, got {heads!r}")
-    return [(int(layer), int(head)) for layer, _, head in parts]
-
-
-def _tokens(tokenizer: Any, prompt: str) -> tuple[Any, list[str]]:
-    """The tokens of a prompt, and their text one by one."""
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer, which a prompt needs")
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if not ids.numel():
-        raise ValueError("the prompt is empty; give at least one token")
-    return ids, [tokenizer.decode([each]) for each in ids[0].tolist()]
-
-
-def _found(names: Sequence[str], word: str | None) -> tuple[int, ...]:
-    """The tokens of a word that is searched."""
-    if word is None:
-        return ()
-    found = find(names, word)
-    if not found:
-        raise ValueError(f"--find {word!r} is not in the text; upper and lower case are one")
-    return found
+        raise ValueError(f"--heads is a list of LAYER.HEAD as 3.1,4.0, got {heads!r}")
+    return tuple((int(layer), int(head)) for layer, _, head in parts)
 
 
 def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     if size > LARGEST:
         raise ValueError(
             f"{layers * heads:,} maps of {rows:,} x {columns:,} take {size / 2**28:.1f} GiB; "
-            "choose fewer with --layers, --heads, --queries or --window"
+            "choose fewer with --layers, --heads or --queries"
         )
     return {
         "layers": asked.layers,
@@ -235,26 +235,9 @@ def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     }
 
 
-def write(
-    looked: Looked,
-    name: str,
-    *,
-    out: Path | None,
-    html: Path | None,
-    pictures: Sequence[Path | None],
-) -> None:
-    """Write the files of numbers, of pictures, and the page."""
-    maps, asked = looked.maps, looked.asked
-    if out is not None:
-        maps.save(out)
-    if html is not None:
-        head_maps.write(maps, html, title=f"{name}: where its heads look", pairs=asked.pairs)
-    for path in pictures:
-        if path is not None:
-            draw(maps, path, printed(maps, asked) if asked.anything else ())
-
-
-def as_data(maps: AttentionMaps, asked: Asked, model: str, found: Sequence[int]) -> dict[str, Any]:
+def as_data(
+    maps: "AttentionMaps", shown: Sequence[tuple[int, int]], model: str, found: Sequence[int]
+) -> dict[str, Any]:
     """The maps and statistics as data for JSON."""
     statistics = ("entropy", "distance", "sink_share", "previous_share", "self_share")
     return {
@@ -277,15 +260,17 @@ def as_data(maps: AttentionMaps, asked: Asked, model: str, found: Sequence[int])
                 "query": query,
                 "keys": maps.top(layer, head, query, TOP),
             }
-            for layer, head in printed(maps, asked)
+            for layer, head in shown
             for query in maps.queries
         ],
     }
 
 
-def printed(maps: AttentionMaps, asked: Asked) -> list[tuple[int, int]]:
+def printed(maps: "AttentionMaps", asked: Asked) -> list[tuple[int, int]]:
     """The heads whose maps are shown: those that were named, else those with the least on the first
     token, whose maps show the most of the text."""
+    from regard.see.map_text import best
+
     if not len(maps.queries) or not maps.layers:
         return []
     if asked.pairs:
@@ -296,31 +281,30 @@ def printed(maps: AttentionMaps, asked: Asked) -> list[tuple[int, int]]:
     return [(layer, head) for layer in maps.layers for head in maps.heads]
 
 
-def show(
-    maps: AttentionMaps,
-    asked: Asked,
-    console: Console,
-    *,
-    word: str | None = None,
-    found: Sequence[int] = (),
-) -> None:
-    """Print the maps that are asked for; if none are, the layers and the heads that stand out."""
-    if found:
+def _said(maps: "AttentionMaps", asked: Asked) -> str:
+    """The number of layers, heads and maps, in words. Maps are stored as layers by heads; heads
+    that are named as LAYER.HEAD are counted alone."""
+    if not asked.pairs:
+        return str(maps)
+    queries = counted(len(maps.queries), "query", "queries")
+    return f"{str(maps).partition(';')[0]}; {counted(len(asked.pairs), 'map')} of {queries}"
+
+
+def _show_all(maps: "AttentionMaps", shown: Sequence[Any], console: Console) -> None:
+    """Print the layers, and the heads that stand out."""
+    for part in (_show_layers, _show_heads):
         console.print()
-        say(console, f"{word!r} is in the tokens {', '.join(map(str, found))}.")
-    if not asked.anything:
-        console.print()
-        _show_layers(maps, console)
-        console.print()
-        _show_heads(maps, console)
-        console.print()
-        say(
-            console,
-            "Next: maps, by --heads 3.1, --layers 0,3, --find WORD or --html FILE.",
-            style="dim",
-        )
-        return
-    shown = printed(maps, asked)
+        part(maps, console)
+    console.print()
+    say(
+        console,
+        "Next: maps, by --heads 3.1, --layers 0,3, --find WORD or --html FILE.",
+        style="dim",
+    )
+
+
+def _show_maps(maps: "AttentionMaps", shown: Sequence[tuple[int, int]], console: Console) -> None:
+    """Print the first maps of those that are asked for."""
     for layer, head in shown[:PRINTED]:
         _show_map(maps, layer, head, console)
     if len(shown) > PRINTED:
@@ -329,18 +313,20 @@ def show(
         )
 
 
-def _show_layers(maps: AttentionMaps, console: Console) -> None:
+def _show_layers(maps: "AttentionMaps", console: Console) -> None:
     """Means over the heads of each layer, or of a few layers where there are many."""
+    from regard.see.map_text import bar
+
     learned = bool(maps.learned_sink.any())
     columns = [
-        Column("layers"),
-        Column("on the first token", left=True),
-        *([Column("learned sink")] if learned else []),
-        Column("previous token"),
-        Column("itself"),
-        Column("distance"),
-        Column("entropy, nats"),
-        Column("kernel", left=True),
+        "layers",
+        "on the first token",
+        *(["learned sink"] if learned else []),
+        "previous token",
+        "itself",
+        "distance",
+        "entropy, nats",
+        "kernel",
     ]
     rows, layers = [], len(maps.backends)
     together = -(-layers // LINES)
@@ -350,7 +336,7 @@ def _show_layers(maps: AttentionMaps, console: Console) -> None:
         rows.append(
             [
                 ranges(range(some.start, some.stop)),
-                f"{sink:4.0%} {bar(sink)}",
+                f"{sink:4.0%} {bar(sink):<10}",
                 *([f"{maps.learned_sink[some].mean():.0%}"] if learned else []),
                 f"{maps.previous_share[some].mean():.0%}",
                 f"{maps.self_share[some].mean():.0%}",
@@ -362,8 +348,10 @@ def _show_layers(maps: AttentionMaps, console: Console) -> None:
     tabulate(console, columns, rows)
 
 
-def _show_heads(maps: AttentionMaps, console: Console) -> None:
+def _show_heads(maps: "AttentionMaps", console: Console) -> None:
     """The heads that stand out, as LAYER.HEAD."""
+    from regard.see.map_text import best
+
     rows = []
     for what, (name, least) in STANDING_OUT.items():
         heads = best(getattr(maps, name), TOP, least=least)
@@ -373,11 +361,13 @@ def _show_heads(maps: AttentionMaps, console: Console) -> None:
             for layer, head, value in heads
         )
         rows.append([what, ", ".join(said)])
-    tabulate(console, [Column("heads", left=True), Column("LAYER.HEAD", words=True)], rows)
+    tabulate(console, ["heads", "LAYER.HEAD"], rows)
 
 
-def _show_map(maps: AttentionMaps, layer: int, head: int, console: Console) -> None:
+def _show_map(maps: "AttentionMaps", layer: int, head: int, console: Console) -> None:
     """One map, and the keys of its last query."""
+    from regard.see.map_text import map_text, readable
+
     console.print()
     say(
         console,
@@ -391,6 +381,6 @@ def _show_map(maps: AttentionMaps, layer: int, head: int, console: Console) -> N
     say(console, f"{last} {readable(maps.tokens[last])} reads {', '.join(keys) or 'nothing'}")
 
 
-def _ends(maps: AttentionMaps) -> str:
+def _ends(maps: "AttentionMaps") -> str:
     """The first and last key of the columns."""
     return f"{maps.keys[0]} to {maps.keys[-1]}" if maps.keys else ""

@@ -1,24 +1,73 @@
-"""The parts of `regard show mask`: its checks, its files and its JSON."""
+"""regard show mask: which keys each query may attend to, and why."""
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from regard.masks import Mask, Span
-from regard.masks.draw import grid
-from regard.see.mask_picture import png, svg
-from regard.whole_file import write_whole
+import typer
+
+from regard.cli.options import Html, Json, Png, Svg, show, size, start
+from regard.cli.terminal import print_json, print_lines, stdout
 from regard.words import counted
+
+if TYPE_CHECKING:
+    from regard.masks import Mask, Span
 
 LISTED = 1 << 20  # cells of which --json lists the visible ones: about 7 MB of text
 
 
-def check_row(option: str, index: int, size: int | None, what: str) -> None:
+@show
+def show_mask(
+    mask: Annotated[str, typer.Argument(help='A rule in quotes: "Causal() & SlidingWindow(4)".')],
+    queries: Annotated[int | None, size("Queries; the mask's own, or as many as keys.")] = None,
+    keys: Annotated[int | None, size("Keys; the mask's own, or as many as queries.")] = None,
+    q_start: Annotated[int, size("The slot of the first query.", least=0)] = 0,
+    kv_start: Annotated[int, size("The slot of the first key.", least=0)] = 0,
+    batch_row: Annotated[int, size("The row of a mask with batches.", least=0)] = 0,
+    head: Annotated[int, size("The head of a mask with heads.", least=0)] = 0,
+    cell: Annotated[
+        str | None, typer.Option(help="Say why a key is visible to a query or not: Q,K.")
+    ] = None,
+    svg: Svg = None,
+    png: Png = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a mask: which keys each query may attend to, and why."""
+    start("regard.see.mask_picture")
+    from regard.see import mask_picture
+    from regard.see.grammar import mask_from
+    from regard.see.pages import mask_cells
+    from regard.whole_file import write_whole
+
+    rule = mask_from(mask)
+    _check_row("batch-row", batch_row, rule.batch, "row")
+    _check_row("head", head, rule.heads, "head")
+    span = mask_picture.span_of(rule, queries, keys, q_start=q_start, kv_start=kv_start)
+    place = {"b": batch_row, "h": head}
+    said = None
+    if cell is not None:
+        said = mask_picture.sentence(rule, span, *_slots_of(cell), **place)
+    if svg is not None:
+        write_whole(svg, mask_picture.svg(rule, span, **place).encode())
+    if png is not None:
+        write_whole(png, mask_picture.png(rule, span, **place))
+    if html is not None:
+        mask_cells.write(rule, span, html, **place)
+    if as_json:
+        print_json({**_as_data(rule, span, batch_row, head), "cell": said}, indent=None)
+        return
+    console, files = stdout(80), [file for file in (svg, png, html) if file is not None]
+    text = said or "\n".join(f"Saved in {file}." for file in files)
+    text = text or mask_picture.text(rule, span, **place, width=console.width)
+    print_lines(console, text)
+
+
+def _check_row(option: str, index: int, size: int | None, what: str) -> None:
     if index >= (size or 1):
         has = counted(size or 1, what)
         raise ValueError(f"--{option} counts from 0, got {index}: the mask's data have {has}")
 
 
-def slots_of(cell: str) -> tuple[int, int]:
+def _slots_of(cell: str) -> tuple[int, int]:
     """The slots of a query and a key, as `Q,K`."""
     parts = [part.strip() for part in cell.split(",")]
     if len(parts) != 2 or not all(part.isascii() and part.isdecimal() for part in parts):
@@ -30,26 +79,10 @@ def slots_of(cell: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def write(
-    mask: Mask,
-    span: Span,
-    place: dict[str, int],
-    to_svg: Path | None,
-    to_png: Path | None,
-    to_html: Path | None,
-) -> None:
-    if to_svg is not None:
-        write_whole(to_svg, svg(mask, span, **place).encode())
-    if to_png is not None:
-        write_whole(to_png, png(mask, span, **place))
-    if to_html is not None:
-        from regard.see.pages import mask_cells
-
-        mask_cells.write(mask, span, to_html, **place)
-
-
-def as_data(mask: Mask, span: Span, *, b: int, h: int) -> dict[str, Any]:
+def _as_data(mask: "Mask", span: "Span", b: int, h: int) -> dict[str, Any]:
     """The mask's code, its slots, and the keys that each query may attend to."""
+    from regard.masks.draw import grid
+
     if span.num_queries * span.num_keys > LISTED:
         raise ValueError(
             f"--json lists the keys of at most {LISTED:,} cells, got {span.num_queries:,} queries "

@@ -3,9 +3,11 @@
 import json
 import logging
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -20,12 +22,57 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from regard.cli.sentences import printable, wrapped
-
 PIPED = 100  # columns of a table where stdout is a file or a pipe
 UNWRAPPED = 1_000_000  # columns where a file or a pipe gets each paragraph as one line
 EVERY = 10  # seconds between two lines of progress in a pipe; shorter work prints none
 WIDEST = 120  # columns at most: longer lines are hard to read
+
+
+def wrapped(text: str, width: int, *, margin: str = "") -> str:
+    """The text in lines of so many columns; a word longer than the line stays whole.
+
+    Examples:
+        >>> print(wrapped("one two three", 8, margin=" "))
+         one two
+         three
+    """
+    return "\n".join(
+        line
+        for given in text.splitlines()
+        for line in textwrap.wrap(
+            given,
+            width,
+            initial_indent=margin,
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which could move a terminal's cursor, as their escapes.
+
+    Examples:
+        >>> print(printable("a\\x1b[31mb"))
+        a\\x1b[31mb
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """Indices as text.
+
+    Args:
+        indices: in order.
+
+    Examples:
+        >>> ranges((0, 1, 2, 4, 6, 7))
+        '0-2, 4, 6-7'
+    """
+    runs = groupby(enumerate(indices), key=lambda each: each[1] - each[0])
+    listed = [[index for _, index in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listed)
 
 
 def stdout(piped: int = PIPED) -> Console:

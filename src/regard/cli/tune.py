@@ -1,17 +1,19 @@
 """regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
 from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+import typer
 from rich.console import Console
 
-from regard.bench import Tuning, measure_speed
-from regard.cache_folder import check_can_store
-from regard.cli.layout import Column, tabulate
+from regard.cli.layout import tabulate
+from regard.cli.options import Json, start, verb
 from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
-from regard.ops.explain import kernel_objection
-from regard.rates import SPEED, Speed, forget_speed, typical, write_speed
 from regard.words import counted
+
+if TYPE_CHECKING:
+    from regard.bench import Tuning
+    from regard.rates import Speed
 
 UNITS = {  # the name of a rate with its unit, and the factor to that unit
     "call": ("to start an operator, us", 1e6),
@@ -26,19 +28,28 @@ UNITS = {  # the name of a rate with its unit, and the factor to that unit
     "fused": ("fused, many rows, GFLOP/s", 1e-9),
     "tiled": ("tiled, products, GFLOP/s", 1e-9),
 }
-COLUMNS = (
-    Column("rate", words=True),
-    Column("usual"),
-    Column("before"),
-    Column("now"),
-    Column("quartiles apart"),
-)
+COLUMNS = ("rate", "usual", "before", "now", "quartiles apart")
 
 
-def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
-    """Measure and save, or remove what was saved; print a table or JSON."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+@verb
+def tune(
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Remove the saved rates; use the defaults.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU threads, as your programs use; torch's choice if left out."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine once, so that the fastest backend is chosen on it."""
+    start("regard.bench", threads=threads, timed=True)
+    import torch
+
+    from regard.bench import measure_speed
+    from regard.cache_folder import check_can_store
+    from regard.rates import SPEED, forget_speed, typical, write_speed
+
     if forget:
         gone = forget_speed()
         say(stdout(UNWRAPPED), f"removed {gone}" if gone else "nothing was saved")
@@ -66,8 +77,13 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
     say(console, "Next: regard bench compares the choice; regard tune --forget removes them.")
 
 
-def show(before: Speed, tuning: Tuning, console: Console) -> None:
+def show(before: "Speed", tuning: "Tuning", console: Console) -> None:
     """Print the rates as a table."""
+    import torch
+
+    from regard.ops.explain import kernel_objection
+    from regard.rates import Speed, typical
+
     rows, unmeasured, usual = [], [], typical(torch.get_num_threads())
     for rate in fields(Speed):
         what, factor = UNITS[rate.name]

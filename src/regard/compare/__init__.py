@@ -1,6 +1,6 @@
-"""What each attention costs a model: every candidate runs, with its measurements side by side.
+"""Measurements of a model with each attention that it can have, side by side.
 
-load -> prove that logits under regard are the model's own -> convert -> measure
+load -> measure the first row, whose logits must be the model's own -> convert -> measure others
 
 Examples:
     >>> from regard.compare import CANDIDATES
@@ -10,10 +10,10 @@ Examples:
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.comparing import compare
-from regard.compare.frontiers import Frontier, FrontierRow, frontier
+from regard.compare.frontiers import Frontier, frontier
 from regard.compare.measure import Row
 from regard.compare.needles import Document, documents_of
-from regard.compare.proving import Proof, prove
+from regard.compare.proving import Proof
 from regard.compare.result import Comparison
 from regard.compare.runner import Runner
 from regard.compare.texts import Texts, texts_for
@@ -24,7 +24,6 @@ __all__ = [
     "Comparison",
     "Document",
     "Frontier",
-    "FrontierRow",
     "Proof",
     "Row",
     "Runner",
@@ -33,6 +32,5 @@ __all__ = [
     "compare",
     "documents_of",
     "frontier",
-    "prove",
     "texts_for",
 ]

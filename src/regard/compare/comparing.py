@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.compare.candidates import Candidate, chosen
+from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.measure import DECODED, Row, Sample, time_prefills
-from regard.compare.proving import Proof, bounded, prove
+from regard.compare.proving import Proof, proved
 from regard.compare.reasons import outside, reasons
 from regard.compare.result import Comparison
 from regard.compare.runner import Runner, Runners
@@ -113,7 +113,7 @@ def compare(
         work.begin(each.name, ROW)
         measured[each.name] = _measured(runner, windows, wanted, _ran(measured))
         if len(measured) == 1:
-            proof = _proof(model, windows, wanted, each, measured[each.name])
+            proof = _proof(model, _ran(measured)[0], windows[-1], wanted)
         on_row(so_far())
     if prefills:
         work.begin("prefills in turns", PREFILLING * len(named))
@@ -129,8 +129,9 @@ def _logits(model: Any, windows: Int[Tensor, "N L"]) -> list[Float[Tensor, "K V"
 
 
 def _named(candidates: Sequence[Candidate], kind: str) -> list[Candidate]:
-    """The candidates with their names in the table, the shipped one first."""
-    ordered = sorted(candidates, key=lambda each: "shipped" not in each.name)
+    """The candidates with their names in the table; first the shipped one, which is the proof."""
+    shipped = next((each for each in candidates if each.key == "shipped"), CANDIDATES[0])
+    ordered = [shipped, *(each for each in candidates if each is not shipped)]
     return [replace(each, name=each.name.format(kind=kind)) for each in ordered]
 
 
@@ -159,28 +160,11 @@ def _measured(
 
 
 def _proof(
-    model: Any,
-    windows: Int[Tensor, "N L"],
-    wanted: Sequence[Float[Tensor, "K V"]],
-    candidate: Candidate,
-    measured: Sample | str,
+    model: Any, first: Sample, window: Int[Tensor, " L"], wanted: Sequence[Float[Tensor, "K V"]]
 ) -> Proof:
-    """The proof that the first row is, if it is the attention as shipped; else that of `prove`.
-
-    Raises:
-        ValueError: with the reason that `prove` finds, if the row's logits are not the model's own.
-    """
-    if candidate.key != "shipped" or isinstance(measured, str):
-        return prove(model, windows[0])
-    proof = bounded(model, measured.difference, max(float(largest(each)) for each in wanted))
-    if not proof.holds:
-        prove(model, windows[0])
-        raise ValueError(
-            f"the logits of {candidate.name} differ from the model's own by "
-            f"{proof.largest_difference:.2e}, rounding explains {proof.tolerance:.2e} at most, and "
-            "a second run did not; nothing was compared: run it again"
-        )
-    return proof
+    """The proof that the first row makes, which is the attention as shipped."""
+    logit = max(float(largest(each)) for each in wanted)
+    return proved(model, first.difference, window, wanted[-1], logit)
 
 
 def _rows(

@@ -7,7 +7,8 @@ a cache that it has made smaller. Losses are compared with the shipped cache's o
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from html import escape
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from regard.compare.candidates import Candidate
+from regard.compare.measure import Row
 from regard.compare.methods import methods, within
 from regard.compare.needles import Document, answered
 from regard.compare.runner import Runner, Runners
@@ -24,6 +26,7 @@ from regard.compare.work import Progress, Work
 from regard.convert.measuring import dtype_name
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import logits_of
+from regard.page.page import table
 from regard.plan.shapes import STORAGES, Storage
 from regard.sparse.evicting import Evicting
 from regard.turns import Ratio
@@ -31,73 +34,12 @@ from regard.turns import Ratio
 DECODED = 64  # tokens at the end of each window that are given one at a time
 DRAWS = 2000  # of windows, of the bootstrap: its quantiles are then steady in the second digit
 ROW = 30  # seconds of a row, about
-HEADS = ("cache bytes a token", "of shipped", "perplexity", "decode perplexity", "found")
-
-
-@dataclass(frozen=True)
-class FrontierRow:
-    """One method and budget.
-
-    Attributes:
-        name: of the method.
-        cache_bytes_per_token: over all layers, in the checkpoint's dtype, at the end of a window.
-        share: of the shipped row's bytes.
-        perplexity: of the beginning of the windows, read in one pass.
-        decode_perplexity: of their last tokens, given one at a time.
-        perplexity_ratio: to the shipped row's, with the 95 % interval of a paired bootstrap over
-            windows; None for the shipped row.
-        decode_perplexity_ratio: the same of the last tokens.
-        found: the share of the questions that are answered rightly; None without documents.
-        best: whether no other row has both fewer bytes and a lower decode perplexity.
-        remark: why the model cannot have it, if so.
-
-    Examples:
-        >>> from regard.compare import FrontierRow
-        >>> FrontierRow("joint latent, 50 %", remark="its queries are normed").best
-        False
-    """
-
-    name: str
-    cache_bytes_per_token: float | None = None
-    share: float | None = None
-    perplexity: float | None = None
-    decode_perplexity: float | None = None
-    perplexity_ratio: Ratio | None = None
-    decode_perplexity_ratio: Ratio | None = None
-    found: float | None = None
-    best: bool = False
-    remark: str = ""
-
-
-def cells(row: FrontierRow) -> list[str]:
-    """The numbers of a row that ran, in words.
-
-    Examples:
-        >>> from regard.compare.frontiers import FrontierRow, cells
-        >>> from regard.turns import Ratio
-        >>> cells(FrontierRow("int8", 6120.0, 0.53, 9.0, 8.0, Ratio(1.0, 0.99, 1.01, 8),
-        ...     Ratio(1.02, 1.01, 1.03, 8), 0.97))
-        ['6,120', '53%', '1.000 (0.990-1.010)', '1.020 (1.010-1.030)', '97%']
-    """
-    found = "" if row.found is None else f"{row.found:.0%}"
-    return [
-        f"{row.cache_bytes_per_token:,.0f}",
-        f"{row.share:.0%}",
-        _ratio(row.perplexity, row.perplexity_ratio),
-        _ratio(row.decode_perplexity, row.decode_perplexity_ratio),
-        found,
-    ]
-
-
-def _ratio(value: float | None, ratio: Ratio | None) -> str:
-    if ratio is None:
-        return f"{value:,.2f}"
-    return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+HEADS = ("method", "cache bytes a token", "of shipped", "perplexity", "decode perplexity", "found")
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """What `frontier` measured.
+    """The measurements of `frontier`.
 
     Attributes:
         model: its name.
@@ -109,8 +51,8 @@ class Frontier:
         rows: the shipped one first.
 
     Examples:
-        >>> from regard.compare import Frontier, FrontierRow
-        >>> rows = (FrontierRow("GQA, as shipped", 512.0, 1.0, 9.1, 8.7),)
+        >>> from regard.compare import Frontier, Row
+        >>> rows = (Row("GQA, as shipped", cache_bytes_per_token=512.0),)
         >>> Frontier("tiny", 512, 8, "my text", 0, None, rows).verdict
         'No method ran beside the shipped cache.'
     """
@@ -121,7 +63,49 @@ class Frontier:
     text: str
     questions: int
     budget: float | None
-    rows: tuple[FrontierRow, ...]
+    rows: tuple[Row, ...]
+    legend: ClassVar[str] = (
+        "*: no other row has both fewer bytes and a lower decode perplexity. Perplexities: ratios "
+        "to the first row's, with 95 % intervals of a paired bootstrap over windows. Found: "
+        "questions answered rightly about documents that were read before the question."
+    )
+
+    @property
+    def title(self) -> str:
+        """The heading of a page."""
+        return f"{self.model}: the smallest cache for a loss"
+
+    @property
+    def about(self) -> str:
+        """The texts, for the line above the table."""
+        return (
+            f"{self.windows} windows of {self.context:,} tokens of {self.text}, "
+            f"{self.questions} questions after compression"
+        )
+
+    def table(self, full: bool = True) -> tuple[list[str], list[list[str]]]:
+        """The headings and the cells of all rows that ran; a star marks those on the frontier."""
+        rows = [
+            [
+                f"* {row.name}" if row.best else row.name,
+                f"{row.cache_bytes_per_token:,.0f}",
+                f"{row.share:.0%}",
+                _ratio(row.perplexity, row.perplexity_ratio),
+                _ratio(row.decode_perplexity, row.decode_perplexity_ratio),
+                "" if row.found is None else f"{row.found:.0%}",
+            ]
+            for row in self.rows
+            if row.ran
+        ]
+        return list(HEADS), rows
+
+    def drawn(self, row: Row) -> float | None:
+        """The perplexity of a row in a picture."""
+        return row.decode_perplexity
+
+    def _repr_html_(self) -> str:
+        """The verdict and the table, for notebooks and pages."""
+        return f"<p>{escape(self.verdict)}</p>\n{table(self.about, *self.table())}"
 
     @property
     def verdict(self) -> str:
@@ -146,7 +130,13 @@ class Frontier:
         )
 
 
-def _overlap(row: FrontierRow, other: FrontierRow) -> bool:
+def _ratio(value: float | None, ratio: Ratio | None) -> str:
+    if ratio is None:
+        return f"{value:,.2f}"
+    return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+
+
+def _overlap(row: Row, other: Row) -> bool:
     """Whether the intervals of two rows' decode perplexities have a value in common."""
     one, two = row.decode_perplexity_ratio, other.decode_perplexity_ratio
     return one is not None and two is not None and one.low <= two.high and two.low <= one.high
@@ -254,7 +244,7 @@ def frontier(
         runner = runners.of(each, work)
         work.begin(each.name, ROW)
         if isinstance(runner, str):
-            row = FrontierRow(each.name, remark=runner)
+            row = Row(each.name, remark=runner)
         else:
             mine = _measure(runner, windows, documents, dtype)
             first = first or mine
@@ -279,15 +269,15 @@ def _check(windows: Int[Tensor, "N L"], budget: float | None) -> None:
 
 @dataclass(frozen=True)
 class _Losses:
-    """What one method lost: losses of the beginnings and of the ends of windows, `[N, T]`."""
+    """Losses of one method on the beginnings and on the ends of windows, `[N, T]`."""
 
     bytes_per_token: float
     beginnings: Float[Tensor, "N T"]
     ends: Float[Tensor, "N D"]
     answers: Bool[Tensor, "documents facts"] | None
 
-    def row(self, name: str, first: "_Losses") -> FrontierRow:
-        row = FrontierRow(
+    def row(self, name: str, first: "_Losses") -> Row:
+        row = Row(
             name,
             cache_bytes_per_token=self.bytes_per_token,
             share=self.bytes_per_token / first.bytes_per_token,
@@ -347,7 +337,7 @@ def _bytes_per_token(runner: Runner, rows: int, dtype: str) -> float:
 
 
 def _storage_of(cache: Any, window: int | None) -> Storage | None:
-    """How a cache stores a row; None if no formula is known."""
+    """The storage of a cache's rows; None if no formula is known."""
     if not isinstance(cache, Evicting):
         return storage_of([cache], [window])
     form = getattr(cache, "format", None)
@@ -356,7 +346,7 @@ def _storage_of(cache: Any, window: int | None) -> Storage | None:
     return Storage(form.name, form.key_bits, form.value_bits, form.group)
 
 
-def _marked(rows: Sequence[FrontierRow]) -> tuple[FrontierRow, ...]:
+def _marked(rows: Sequence[Row]) -> tuple[Row, ...]:
     """The rows, with those on the Pareto front marked."""
     points = {
         row.name: (row.cache_bytes_per_token, row.decode_perplexity)
@@ -367,6 +357,6 @@ def _marked(rows: Sequence[FrontierRow]) -> tuple[FrontierRow, ...]:
     return tuple(replace(row, best=row.name in best) for row in rows)
 
 
-def _loss(row: FrontierRow) -> float:
+def _loss(row: Row) -> float:
     assert row.decode_perplexity_ratio is not None
     return row.decode_perplexity_ratio.value

@@ -24,15 +24,15 @@ from regard.plan.planning import largest
 from regard.plan.shapes import LayerShape, Storage
 from regard.turns import LEAST, Ratio, perplexity_ratio
 
-MEASURED = {  # attributes of Row: the heading and the subject; {..} are attributes of Comparison
-    "cache_bytes_per_token": ("cache bytes a token", "memory"),
-    "run_bytes_per_token": ("the same in {dtype}", "memory"),
-    "context_in_memory": ("tokens in {within}", "memory"),
-    "perplexity": ("perplexity", "quality"),
-    "decode_perplexity": ("decode perplexity", "quality"),
-    "largest_logit_difference": ("logits differ by at most", "quality"),
-    "prefill_speed": ("prefill speed", "speed"),
-    "decode_speed": ("decode speed", "speed"),
+MEASURED = {  # attributes of Row with their headings; {..} are attributes of Comparison
+    "cache_bytes_per_token": "cache bytes a token",
+    "run_bytes_per_token": "the same in {dtype}",
+    "context_in_memory": "tokens in {within}",
+    "perplexity": "perplexity",
+    "decode_perplexity": "decode perplexity",
+    "largest_logit_difference": "logits differ by at most",
+    "prefill_speed": "prefill speed",
+    "decode_speed": "decode speed",
 }
 
 SHORT = (  # columns that fit 80 characters
@@ -50,7 +50,7 @@ DECODED = STEPS + 1  # tokens of a window that are decoded: one that may compile
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a comparison: the measurements of one attention.
+    """One row of a comparison or a frontier: the measurements of one attention and its cache.
 
     Attributes:
         name: its name in the table.
@@ -76,6 +76,11 @@ class Row:
         layers: their sizes, in order.
         storage: how their caches store keys and values; None if `regard.plan` has no formula.
         run_bytes_per_token: as `cache_bytes_per_token`, in the dtype in which the model ran.
+        share: of a frontier: of the shipped row's bytes.
+        found: of a frontier: the share of the questions that are answered rightly; None without
+            documents.
+        best: of a frontier: whether no other row has both fewer bytes and a lower decode
+            perplexity.
 
     Examples:
         >>> from regard.compare import Row
@@ -85,7 +90,7 @@ class Row:
     """
 
     name: str
-    exact: bool
+    exact: bool = False
     cache_bytes_per_token: float | None = None
     context_in_memory: int | None = None
     prefill_tokens_per_second: float | None = None
@@ -103,6 +108,14 @@ class Row:
     layers: tuple[LayerShape, ...] = ()
     storage: Storage | None = None
     run_bytes_per_token: float | None = None
+    share: float | None = None
+    found: float | None = None
+    best: bool = False
+
+    @property
+    def ran(self) -> bool:
+        """Whether the model can have it."""
+        return self.decode_perplexity is not None
 
 
 def cells(row: Row, columns: Iterable[str] = MEASURED) -> list[str]:

@@ -87,7 +87,7 @@ def within(
 
 
 def _stored(cache: Cache) -> Storage:
-    """How a cache of a layer without a window stores tokens."""
+    """The storage of a cache of a layer without a window."""
     found = storage_of([cache])
     assert found is not None
     return found

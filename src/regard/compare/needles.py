@@ -113,7 +113,7 @@ def _with_needles(tokens: list[int], needles: Sequence[list[int]]) -> list[int]:
 
 
 def answered(runner: Runner, documents: Sequence[Document]) -> Bool[Tensor, "documents facts"]:
-    """Which questions a model answers rightly, each from the caches as the document left them."""
+    """True for each question that the model answers rightly, from caches that hold the document."""
     rows = []
     for document in documents:
         runner.reset()

@@ -1,4 +1,4 @@
-"""Why a row decodes faster or slower than the first, where an estimate from shapes supports it.
+"""Reasons why rows decode faster or slower than the first, estimated from shapes.
 
 A step's bytes and FLOPs come from `regard.plan`, and the machine's rates from the first row: its
 step reads its bytes in the time that was measured, its prefill computes its FLOPs. A reason is

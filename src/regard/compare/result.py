@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from html import escape
 
-from regard.compare.measure import MEASURED, Row, cells
+from regard.compare.measure import MEASURED, SHORT, Row, cells
 from regard.compare.proving import Proof
 from regard.page.page import table
 from regard.page.readable import readable_bytes
@@ -65,51 +65,65 @@ class Comparison:
         object.__setattr__(self, "cache_dtype", self.cache_dtype or self.dtype)
 
     @property
-    def columns(self) -> dict[str, tuple[str, str]]:
-        """The columns of the table: attributes of `Row`, each with its heading and subject.
+    def columns(self) -> dict[str, str]:
+        """The columns of the table: attributes of `Row`, each with its heading.
 
         Bytes in the dtype in which the model ran are a column if it is not the checkpoint's.
         """
         heads = {"within": readable_bytes(self.memory), "dtype": self.dtype}
         return {
-            name: (head.format(**heads), subject)
-            for name, (head, subject) in MEASURED.items()
+            name: head.format(**heads)
+            for name, head in MEASURED.items()
             if name != "run_bytes_per_token" or self.dtype != self.cache_dtype
         }
 
-    @property
-    def dtypes(self) -> str:
-        """The dtypes of the checkpoint and of the model, for a heading."""
-        if self.dtype == self.cache_dtype:
-            return self.dtype
-        return f"{self.cache_dtype} run in {self.dtype}"
-
-    def _repr_html_(self) -> str:
-        """The verdict and the table of what ran, for notebooks and pages."""
+    def table(self, full: bool = True) -> tuple[list[str], list[list[str]]]:
+        """The headings and the cells of all rows that ran; a few columns unless `full`."""
+        columns = {name: head for name, head in self.columns.items() if full or name in SHORT}
         rows = [
-            [f"{row.name} (exact)" if row.exact else row.name, *cells(row, self.columns)]
+            [f"{row.name} (exact)" if row.exact else row.name, *cells(row, columns)]
             for row in self.rows
             if row.perplexity is not None
         ]
-        heads = ["attention", *(head for head, _ in self.columns.values())]
+        return ["attention", *columns.values()], rows
+
+    @property
+    def title(self) -> str:
+        """The heading of a page."""
+        return f"{self.model}: its attentions, compared"
+
+    @property
+    def about(self) -> str:
+        """The model and the text, for the line above the table."""
+        layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
+        dtype = self.dtype
+        if dtype != self.cache_dtype:
+            dtype = f"{self.cache_dtype} run in {dtype}"
         return (
-            f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, rows)}"
-            f'<p class="aside">{explained(self)}</p>'
+            f"{layers} of {self.kind}, {dtype}, {threads}; {self.context:,} tokens of {self.text}"
+        )
+
+    @property
+    def legend(self) -> str:
+        """The columns in two or three sentences."""
+        return (
+            f"Decode perplexity: of the last {self.decoded:,} tokens, given one at a time. {RATIOS}"
+        )
+
+    def drawn(self, row: Row) -> float | None:
+        """The perplexity of a row in a picture."""
+        return row.perplexity
+
+    def _repr_html_(self) -> str:
+        """The verdict and the table of what ran, for notebooks and pages."""
+        about = (
+            f"{self.about}, {self.decoded:,} decoded one at a time, measured in "
+            f"{self.seconds:.0f} s"
+        )
+        return (
+            f"<p>{escape(self.verdict)}</p>\n{table(about, *self.table())}"
+            f'<p class="aside">{self.legend}</p>'
             '<p class="aside">regard computes what the model computes: logits differ by '
             f"{self.proof.largest_difference:.1e} at most, and rounding explains "
             f"{self.proof.tolerance:.1e}.</p>\n"
         )
-
-    def _circumstances(self) -> str:
-        layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
-        return (
-            f"{layers} of {self.kind}, {self.dtypes}, {threads}; {self.context:,} tokens of "
-            f"{self.text}, {self.decoded:,} decoded one at a time, measured in {self.seconds:.0f} s"
-        )
-
-
-def explained(result: Comparison) -> str:
-    """The columns of a comparison in two or three sentences."""
-    return (
-        f"Decode perplexity: of the last {result.decoded:,} tokens, given one at a time. {RATIOS}"
-    )

@@ -13,7 +13,7 @@ __all__ = ["bytes_of_caches", "shape_of", "storage_of"]
 
 
 def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> Storage | None:
-    """How caches store keys and values; None if `regard.plan` has no formula for it.
+    """The storage of caches; None if `regard.plan` has no formula for it.
 
     Args:
         caches: of a model, one for each layer.

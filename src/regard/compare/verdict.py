@@ -18,7 +18,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def verdict(rows: Sequence[Row], dtype: str = "", reasons: Mapping[str, str] = _NONE) -> str:
-    """Which row saves most memory without loss, and what the smallest latent costs.
+    """Name the row that saves most memory without loss, and the costs of the smallest latent.
 
     The row of the model as shipped has `shipped` in its name; its cache is in `dtype`. Ratios of
     the other rows are to it. `reasons` of decode speeds are by the names of rows.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from regard import whole_file
+from regard.page.readable import are_words
 from regard.words import without_controls
 
 ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
@@ -143,7 +144,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
         1
     """
     cells = [list(row) for row in rows]
-    words = [' class="words"' if _is_words(column) else "" for column in _columns(cells, head)]
+    words = [' class="words"' if are_words(column) else "" for column in _columns(cells, head)]
     columns = "".join(
         f'<th scope="col"{kind}>{escape(each)}</th>' for kind, each in zip(words, head, strict=True)
     )
@@ -165,11 +166,6 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 def _columns(rows: Sequence[Sequence[str]], head: Sequence[str]) -> Iterator[list[str]]:
     for at in range(len(head)):
         yield [row[at] for row in rows]
-
-
-def _is_words(cells: Iterable[str]) -> bool:
-    """Whether a column holds words, which are set to the left, and not numbers."""
-    return not any(re.match(r"[-+]?[\d.]", cell) for cell in cells)
 
 
 def json_in_html(data: Any) -> str:

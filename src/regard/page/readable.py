@@ -1,5 +1,7 @@
 """Figures for reading: three digits and a unit. `page.js` has the same, and tests compare them."""
 
+import re
+from collections.abc import Iterable
 from decimal import ROUND_HALF_UP, Decimal
 
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -37,6 +39,30 @@ def readable_seconds(value: float) -> str:
     """
     unit, name = next((each for each in SECONDS if value >= each[0]), SECONDS[-1])
     return f"{_digits(value / unit)} {name}"
+
+
+def three_digits(value: float) -> str:
+    """Three digits of a number; of large numbers all digits before the point.
+
+    Examples:
+        >>> [three_digits(each) for each in (12_345.6, 1.2345, 0.0001234, 0)]
+        ['12,346', '1.23', '1e-04', '0']
+    """
+    if value == 0 or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.3g}" if value >= 1e-3 else f"{value:.0e}"
+
+
+def are_words(cells: Iterable[str]) -> bool:
+    """Whether the cells of a column are words, which tables align left, and not numbers.
+
+    Examples:
+        >>> are_words(["GQA", "MQA"]), are_words(["12 ±1%", "any"]), are_words(["0-3, 5", "4"])
+        (True, False, True)
+    """
+    found = list(cells)
+    numbers = any(re.match(r"\s*[-+]?[\d.]", cell) for cell in found)
+    return not numbers or any(", " in cell for cell in found)
 
 
 def _digits(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What an attention costs, from shapes alone: parameters, cache bytes, FLOPs, bytes moved, time.
+"""Costs of attention from shapes alone: parameters, cache bytes, FLOPs, bytes moved, time.
 
 Examples:
     >>> from regard.plan import LayerShape, STORAGES, cost_of

@@ -1,4 +1,4 @@
-"""What attention costs, from shapes alone: parameters, cache bytes, FLOPs and bytes moved.
+"""Costs of attention from shapes alone: parameters, cache bytes, FLOPs and bytes moved.
 
 Each cost is a function of a layer and a workload; `cost_of` computes all of them, of a layer or a
 model. Of bytes moved are counted, each once: the parameters, the hidden states in and out, and the

@@ -1,9 +1,6 @@
 """A model of equal layers from the numbers that a person knows of it."""
 
-from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape
-
-MOST = 10**6  # of any size: heads, channels, layers; larger numbers are taken for errors
-MOST_TOKENS = 10**12  # of a window
+from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape, check_whole
 
 
 def model_from_sizes(
@@ -46,16 +43,26 @@ def model_from_sizes(
     """
     given = {name: value for name, value in locals().items() if isinstance(value, int)}
     for name, value in given.items():
-        most = MOST_TOKENS if name == "window" else MOST
-        least = 0 if name == "qk_rope_head_dim" else 1
-        if not least <= value <= most:
-            raise ValueError(f"{name} is from {least} to {most:,}, got {value}")
+        most = 10**12 if name == "window" else 10**6  # larger numbers are taken for errors
+        check_whole(name, value, int(name != "qk_rope_head_dim"), most)
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    width = _head_dim(hidden_size, num_heads, head_dim)
-    _check(num_heads, kv_heads, kv_lora_rank, q_lora_rank, qk_rope_head_dim, width)
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} does not divide hidden_size={hidden_size}; give head_dim"
+        )
+    width, kv_heads = head_dim or hidden_size // num_heads, num_kv_heads or num_heads
     rotary = width if qk_rope_head_dim is None else qk_rope_head_dim
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={num_heads}")
+    if rotary > width:
+        raise ValueError(f"qk_rope_head_dim={rotary} is more than head_dim={width}")
+    if kv_lora_rank is None and q_lora_rank is not None:
+        raise ValueError("q_lora_rank is of MLA; give kv_lora_rank, too")
+    if kv_lora_rank is not None and qk_rope_head_dim is None:
+        raise ValueError("MLA needs qk_rope_head_dim, the channels of its rotary key")
+    if kv_lora_rank is not None and kv_heads != num_heads:
+        raise ValueError("MLA has a key for every query head; leave num_kv_heads out")
     values = width if kv_lora_rank is None else width - rotary
     layer = LayerShape(
         hidden_size=hidden_size,
@@ -75,35 +82,3 @@ def model_from_sizes(
         hidden_size=hidden_size,
         dtype=dtype,
     )
-
-
-def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        return head_dim
-    if hidden_size % num_heads:
-        raise ValueError(
-            f"num_heads={num_heads} does not divide hidden_size={hidden_size}; give head_dim"
-        )
-    return hidden_size // num_heads
-
-
-def _check(
-    num_heads: int,
-    kv_heads: int,
-    kv_lora_rank: int | None,
-    q_lora_rank: int | None,
-    rotary: int | None,
-    head_dim: int,
-) -> None:
-    if num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={num_heads}")
-    if rotary is not None and rotary > head_dim:
-        raise ValueError(f"qk_rope_head_dim={rotary} is more than head_dim={head_dim}")
-    if kv_lora_rank is None:
-        if q_lora_rank is not None:
-            raise ValueError("q_lora_rank is of MLA; give kv_lora_rank, too")
-        return
-    if rotary is None:
-        raise ValueError("MLA needs qk_rope_head_dim, the channels of its rotary key")
-    if kv_heads != num_heads:
-        raise ValueError("MLA has a key for every query head; leave num_kv_heads out")

@@ -6,20 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from regard.plan.cache_bytes import allocated_bytes, block_bytes, cache_bytes
+from regard.plan.cache_bytes import block_bytes, cache_bytes
 from regard.plan.candidates import Choice, choices
 from regard.plan.cost import Cost, cost_of, total_of
-from regard.plan.devices import (
-    THIS,
-    Device,
-    device_of,
-    is_measured,
-    link_of,
-    link_seconds,
-    roofline_seconds,
-)
-from regard.plan.rows import Duration, Largest, Plan, Row, Transfer
-from regard.plan.sent import Sent, sent_of
+from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
+from regard.plan.rows import Duration, Plan, Row
+from regard.plan.sent import sent_of
 from regard.plan.shapes import (
     DTYPE_BYTES,
     LayerShape,
@@ -35,7 +27,7 @@ MOST = {  # the largest numbers that are accepted: sums of bytes stay below 2**6
     "context": 10**12,
     "batch": 10**9,
     "tp": 10**6,
-    "cp": 10**6,
+    "cp": 10**4,
     "memory": 10**18,
 }
 Bytes = Callable[[LayerShape, Storage, Workload], int]  # of one layer
@@ -49,7 +41,6 @@ def plan(
     batch: int = 1,
     memory: int = GIBIBYTE,
     devices: Sequence[str] = (),
-    links: Sequence[str] = (),
     dtype: str | None = None,
     tp: int = 1,
     cp: int = 1,
@@ -58,7 +49,7 @@ def plan(
     storages: Sequence[str] = (),
     page_size: int = 0,
 ) -> Plan:
-    """What each attention of a model would cost, with plain caches and with caches of codes.
+    """The costs of each attention that a model could have, with plain and with quantised caches.
 
     Args:
         model: from `describe`, or made of `LayerShape`s.
@@ -67,7 +58,6 @@ def plan(
         memory: bytes, of each rank, for the cache alone.
         devices: keys of `DEVICES`, or `"this"`, which is this machine; if there are none,
             this machine if its rates are stored.
-        links: keys of `LINKS`, between the ranks.
         dtype: of weights, activations and plain caches; the model's own if None.
         tp: ranks that the heads are divided among.
         cp: ranks that the tokens are divided among.
@@ -88,13 +78,16 @@ def plan(
         ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
         >>> model = ModelShape(name="m", architecture="llama", layers=(layer,), hidden_size=64)
         >>> row = plan(model, context=100, memory=51_200, devices=["h100"]).rows[0]
-        >>> row.attention, row.cost.cache_bytes, row.largest_context.ideal
+        >>> row.attention, row.cost.cache_bytes, row.largest_context
         ('GQA-4, as shipped', 25600, 200)
     """
     given = {"context": context, "batch": batch, "tp": tp, "cp": cp, "memory": memory}
-    for name, value in given.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[name]:
-            raise ValueError(f"{name} is a whole number from 1 to {MOST[name]:,}, got {value!r}")
+    for name, value in (given | {"page_size": page_size, "block": block}).items():
+        check_whole(name, value, int(name in given), MOST.get(name, 10**6))
+    if page_size and block:
+        raise ValueError(
+            f"pages are blocks of their own: give page_size={page_size} or block={block}, not both"
+        )
     if not any(layer.causal for layer in model.layers):
         raise ValueError(
             f"{model.name} is an encoder: it computes all tokens at once and has no cache to plan; "
@@ -103,12 +96,6 @@ def plan(
     chosen = dtype or model.dtype
     if chosen not in DTYPE_BYTES:
         raise ValueError(f"dtype={chosen!r} is not one of {', '.join(DTYPE_BYTES)}")
-    check_whole("page_size", page_size, 0)
-    check_whole("block", block, 0)
-    if page_size and block:
-        raise ValueError(
-            f"pages are blocks of their own: give page_size={page_size} or block={block}, not both"
-        )
     stored = storages_of(storages, page_size)
     found, missing = choices(replace(model, dtype=chosen))
     settings = Plan(
@@ -120,7 +107,6 @@ def plan(
         tp=tp,
         cp=cp,
         devices=_devices(devices, chosen),
-        links={key: link_of(key) for key in links},
         block=block,
         rows=(),
         left_out={} if attentions else missing,
@@ -191,13 +177,12 @@ def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
         name: getattr(plan, name) for name in ("context", "batch", "dtype", "tp", "cp")
     }
     costs = [cost_of(layer, storage, **call) * count for layer, count in counts.items()]
-    sent, work = sent_of(choice.layers, **call), Workload(**call)
+    work = Workload(**call)
     in_blocks = partial(block_bytes, block=plan.block) if plan.block else None
-    largest_sizes = [
-        _largest(figure, counts, storage, work, plan.memory)
-        for figure in (cache_bytes, allocated_bytes, in_blocks)
-    ]
-    contexts, batches = zip(*largest_sizes, strict=True)
+
+    def of_context(tokens: int) -> int:
+        return _total(cache_bytes, counts, storage, replace(work, context=tokens))
+
     return Row(
         key=choice.key,
         attention=choice.name,
@@ -205,12 +190,10 @@ def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
         layers=choice.layers,
         cost=total_of(costs),
         block_bytes=_total(in_blocks, counts, storage, work) if in_blocks else None,
-        sent=sent,
-        transfers=_transfers(plan, sent),
+        sent=sent_of(choice.layers, **call),
         prefill=_durations(plan, costs, "prefill"),
         decode=_durations(plan, costs, "decode"),
-        largest_context=Largest(*contexts),
-        largest_batch=Largest(*batches),
+        largest_context=largest(of_context, plan.memory),
     )
 
 
@@ -224,34 +207,6 @@ def _durations(plan: Plan, costs: Sequence[Cost], phase: str) -> tuple[Duration,
             spent[bound] += seconds
         found.append(Duration(key, sum(spent.values()), max(spent, key=lambda b: spent[b])))
     return tuple(found)
-
-
-def _transfers(plan: Plan, sent: Sent) -> tuple[Transfer, ...]:
-    return tuple(
-        Transfer(
-            key,
-            prefill=link_seconds(sent.prefill, sent.prefill_steps, link),
-            training=link_seconds(sent.training, sent.training_steps, link),
-            decode=link_seconds(sent.decode, sent.decode_steps, link),
-        )
-        for key, link in plan.links.items()
-    )
-
-
-def _largest(
-    figure: Bytes | None, layers: Counter[LayerShape], storage: Storage, work: Workload, memory: int
-) -> tuple[int | None, int | None]:
-    """The largest context at the batch of `work`, and the largest batch at its context."""
-    if figure is None:
-        return None, None
-
-    def of_context(tokens: int) -> int:
-        return _total(figure, layers, storage, replace(work, context=tokens))
-
-    def of_batch(rows: int) -> int:
-        return _total(figure, layers, storage, replace(work, batch=rows))
-
-    return largest(of_context, memory), largest(of_batch, memory, MOST["batch"])
 
 
 def _total(figure: Bytes, layers: Counter[LayerShape], storage: Storage, work: Workload) -> int:

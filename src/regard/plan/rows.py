@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from regard.page.readable import readable_bytes, three_digits
 from regard.plan.cost import Cost
-from regard.plan.devices import Device, Link
+from regard.plan.devices import Device
 from regard.plan.sent import Sent
 from regard.plan.shapes import LayerShape, ModelShape, Storage
+
+UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 
 
 @dataclass(frozen=True)
@@ -25,38 +28,6 @@ class Duration:
     bound: str
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The least time that a link needs for the bytes that one rank sends.
-
-    Args:
-        link: its key in `regard.plan.devices.LINKS`.
-        prefill: seconds of the prefill.
-        training: seconds of a forward and a backward pass.
-        decode: seconds of one more token.
-    """
-
-    link: str
-    prefill: float
-    training: float
-    decode: float
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest context, or batch, whose cache fits the memory; found by search.
-
-    Args:
-        ideal: of the live tokens alone; None if no size is too large.
-        allocated: as regard's cache object allocates.
-        in_blocks: in whole blocks; None also of a plan without blocks.
-    """
-
-    ideal: int | None
-    allocated: int | None
-    in_blocks: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One attention with one way of storing its cache. Bytes and work are those of one rank.
@@ -72,9 +43,8 @@ class Row:
         prefill: least times of the prefill of `context` tokens, on each device.
         decode: the same of one more token for each row of the batch.
         sent: what the rank sends to others; zeros on one rank.
-        transfers: the least times of that on each link.
-        largest_context: at the plan's batch.
-        largest_batch: at the plan's context.
+        largest_context: tokens whose cache, of the tokens that are needed, fits the memory; None
+            if that of any number does.
 
     Examples:
         >>> from regard.plan import LayerShape, ModelShape, plan
@@ -95,9 +65,7 @@ class Row:
     prefill: tuple[Duration, ...]
     decode: tuple[Duration, ...]
     sent: Sent
-    transfers: tuple[Transfer, ...]
-    largest_context: Largest
-    largest_batch: Largest
+    largest_context: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +81,6 @@ class Plan:
         tp: ranks that the heads are divided among.
         cp: ranks that the tokens are divided among.
         devices: whose times are estimated, by key.
-        links: between ranks, whose times are estimated, by key.
         block: tokens of a block, of which an engine reserves whole ones; 0 for no blocks.
         rows: each attention with each storage.
         left_out: attentions that cannot be rows, each with the reason; none if rows were chosen.
@@ -136,7 +103,55 @@ class Plan:
     tp: int
     cp: int
     devices: Mapping[str, Device]
-    links: Mapping[str, Link]
     block: int
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]
+
+    def table(self, every: bool = False) -> tuple[list[str], list[list[str]]]:
+        """The headings and the cells of a line for each attention: its cache by storage; what fits,
+        and times, with the first storage. With `every`, of a line for each storage: the bytes that
+        are needed, that regard allocates, and that whole blocks take."""
+        unit, scale = _unit(min(row.cost.cache_bytes for row in self.rows))
+        several = len(self.devices) > 1
+        times = (f"decode{several * f' on {key}'}, ms" for key in self.devices)
+        measures = [f"tokens in {readable_bytes(self.memory)}", *times]
+        if every:
+            figures = ["ideal", "regard", *([f"blocks of {self.block:,}"] if self.block else [])]
+            heads = ["attention", "cache", "weights, M", *(f"{each}, {unit}" for each in figures)]
+            return heads + measures, [_each(row, scale) for row in self.rows]
+        attentions: dict[str, list[Row]] = {}
+        for row in self.rows:
+            attentions.setdefault(row.key, []).append(row)
+        storages = dict.fromkeys(row.storage.name for row in self.rows)
+        heads = ["attention", *(f"{storage}, {unit}" for storage in storages)]
+        cells = [
+            [
+                rows[0].attention,
+                *(three_digits(row.cost.cache_bytes / scale) for row in rows),
+                *_measures(rows[0]),
+            ]
+            for rows in attentions.values()
+        ]
+        return heads + measures, cells
+
+
+def _unit(size: int) -> tuple[str, int]:
+    """The largest unit of which there is at least one."""
+    return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
+
+
+def _each(row: Row, scale: int) -> list[str]:
+    """The cells of one storage."""
+    sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, row.block_bytes)
+    shown = [three_digits(size / scale) for size in sizes if size is not None]
+    weights = three_digits(row.cost.parameters / 1e6)
+    return [row.attention, row.storage.name, weights, *shown, *_measures(row)]
+
+
+def _measures(row: Row) -> list[str]:
+    return [fits(row), *(three_digits(1e3 * each.seconds) for each in row.decode)]
+
+
+def fits(row: Row) -> str:
+    """The tokens that fit the memory, in words."""
+    return "any" if row.largest_context is None else f"{row.largest_context:,}"

@@ -5,22 +5,19 @@ them, but for linear attention. `rank` is the sender's number among those that s
 
 Tokens are sent to the ranks of which some query may attend to them, each once
 (`regard.distributed.context`). The sequence is cut into pieces of nearly one length; a rank holds
-one (`"contiguous"`), or, of twice as many, the pieces `rank` and `2 cp - 1 - rank` (`"zigzag"`,
-`regard.distributed.Shards`). A token of piece p is needed by every rank that holds a later piece
-within reach: all later pieces under a causal mask, those that begin at most `window - 1` tokens
-after it under a window. Two pieces of one rank need a token once.
+one, or, where the work must be balanced, of twice as many the pieces `rank` and `2 cp - 1 - rank`
+(`regard.distributed.Shards`).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
 
 from regard.plan.cache_bytes import token_bytes
 from regard.plan.shapes import STORAGES, LayerShape, Workload, replicas
 from regard.plan.weights import check_known
 
-Layout = Literal["zigzag", "contiguous"]
 SINGLE = 4  # bytes of a float32: sums, partial outputs and log-sum-exps are sent in it at least
 AGREED = 32  # bytes with which a rank tells another that it makes the same call
 
@@ -90,12 +87,12 @@ def sent_of(
         >>> sent_of([gqa, gqa], context=80, cp=2).prefill == 2 * (40 * 2 * (8 + 8) * 4 + 32)
         True
     """
-    layout = layout_of(layers)
+    balanced = is_balanced(layers)
     counts = Counter(layer for layer in layers if layer.kind != "linear")
     work = Workload(context=context, batch=batch, dtype=dtype, tp=tp, cp=cp)
 
     def prefill(rank: int) -> int:
-        return sum(prefill_sent(each, work, layout, rank) * n for each, n in counts.items())
+        return sum(prefill_sent(each, work, balanced, rank) * n for each, n in counts.items())
 
     rank = max(counted_ranks(cp), key=prefill)
     ring, summing, total = cp - 1, 2 * (tp - 1), counts.total()
@@ -103,7 +100,7 @@ def sent_of(
     return Sent(
         rank=rank,
         prefill=prefill(rank),
-        training=sum(training_sent(each, work, layout, rank) * n for each, n in counts.items()),
+        training=sum(training_sent(each, work, balanced, rank) * n for each, n in counts.items()),
         decode=sum(decode_sent(each, work) * n for each, n in counts.items()),
         prefill_steps=total * (summing + ring + agreeing),
         training_steps=total * (2 * summing + 3 * ring + agreeing),
@@ -111,46 +108,40 @@ def sent_of(
     )
 
 
-def prefill_sent(layer: LayerShape, work: Workload, layout: Layout, rank: int) -> int:
+def prefill_sent(layer: LayerShape, work: Workload, balanced: bool, rank: int) -> int:
     """Bytes for the prefill of `context` tokens.
 
     With heads split: one sum of the outputs, which each rank has of its own heads (Shoeybi et al.
-    2019, arXiv:1909.08053). With tokens sharded: keys and values of `sent_tokens`, as a plain cache
-    holds them: of MLA the latent and the key with RoPE, of `LatentKVAttention` the latent and its
-    position. Before that the ranks tell each other that they make the same call.
-
-    Args:
-        layout: of the tokens, from `layout_of`.
-        rank: the sender.
+    2019, arXiv:1909.08053). With tokens sharded: the keys and values of tokens, as a plain cache
+    holds them. Before that the ranks tell each other that they make the same call.
 
     Raises:
-        ValueError: for linear attention, or a mask that `sent_tokens` refuses.
+        ValueError: for linear attention, or a window that is not causal.
     """
     check_known(layer)
-    tokens = sent_tokens(layer, layout, work.context, work.cp, rank)
-    streamed = work.batch * tokens * _token(layer, work)
+    tokens, _ = moved_tokens(layer, balanced, work.context, work.cp, rank)
+    streamed = work.batch * tokens * token_bytes(layer, STORAGES["plain"], work)
     return forward_sums(layer, work, work.tokens) + streamed + (work.cp - 1) * AGREED
 
 
-def training_sent(layer: LayerShape, work: Workload, layout: Layout, rank: int) -> int:
+def training_sent(layer: LayerShape, work: Workload, balanced: bool, rank: int) -> int:
     """Bytes for a forward pass over `context` tokens and a backward pass.
 
     Forward: as `prefill_sent`. Backward, with heads split: `backward_sums`. With tokens sharded:
     keys and values are sent again, and the gradients of those that were received go back, in
-    float32. A forward pass that is computed again for the backward pass, as by activation
-    checkpointing, sends its bytes again.
-
-    Args:
-        layout: of the tokens.
-        rank: the sender.
+    float32. Activation checkpointing sends the bytes of the forward pass again.
 
     Raises:
         ValueError: as `prefill_sent`.
     """
     check_known(layer)
-    again = sent_tokens(layer, layout, work.context, work.cp, rank) * _token(layer, work)
-    back = received_tokens(layer, layout, work.context, work.cp, rank) * _gradient(layer, work)
-    forward = prefill_sent(layer, work, layout, rank)
+    sent, received = moved_tokens(layer, balanced, work.context, work.cp, rank)
+    again = sent * token_bytes(layer, STORAGES["plain"], work)
+    channels = work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
+    if layer.kv_lora_rank is not None:  # a position has no gradient
+        channels = layer.latent + (layer.qk_rope_head_dim if layer.kind == "MLA" else 0)
+    back = received * channels * max(work.itemsize, SINGLE)
+    forward = prefill_sent(layer, work, balanced, rank)
     return forward + backward_sums(layer, work) + work.batch * (again + back)
 
 
@@ -165,8 +156,9 @@ def decode_sent(layer: LayerShape, work: Workload) -> int:
         ValueError: for linear attention.
     """
     check_known(layer)
-    partial = work.batch * work.query_heads(layer) * (_partial(layer) + 1) * _summed(work)
-    return forward_sums(layer, work, 1) + (work.cp - 1) * partial
+    channels = layer.latent if layer.kind == "MLA" else layer.v_head_dim
+    partial = work.query_heads(layer) * (channels + 1) * max(work.itemsize, SINGLE)
+    return forward_sums(layer, work, 1) + (work.cp - 1) * work.batch * partial
 
 
 def sum_sent(elements: int, ranks: int, itemsize: int) -> int:
@@ -239,9 +231,7 @@ def _read(layer: LayerShape) -> list[int]:
     if layer.kind == "MLA":
         queries = hidden if layer.q_lora_rank is None else layer.q_lora_rank
         return [layer.latent + layer.qk_rope_head_dim, queries, *gate]
-    if layer.kind == "LatentKV":
-        return [layer.latent, hidden]
-    return [hidden, *gate]
+    return [layer.latent, hidden] if layer.kind == "LatentKV" else [hidden, *gate]
 
 
 def _of_shared_heads(layer: LayerShape, key_channels: int | None) -> list[int]:
@@ -257,113 +247,74 @@ def _of_shared_heads(layer: LayerShape, key_channels: int | None) -> list[int]:
     return weights + biases + ([layer.head_dim] if layer.qk_norm == "width" else [])
 
 
-def _token(layer: LayerShape, work: Workload) -> int:
-    """Bytes of one token that another rank attends to."""
-    return token_bytes(layer, STORAGES["plain"], work)
+def is_balanced(layers: Iterable[LayerShape]) -> bool:
+    """Whether `context_parallel` gives each rank an early and a late piece: unless the queries of
+    each layer have about as many visible keys everywhere, by a window, by chunks or in both
+    directions."""
+    return any(_reach(layer) is None and layer.causal for layer in layers)
 
 
-def _gradient(layer: LayerShape, work: Workload) -> int:
-    """Bytes of the gradients of one token's streams. A position has none."""
-    elements = work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
-    if layer.kv_lora_rank is not None:
-        elements = layer.latent + (layer.qk_rope_head_dim if layer.kind == "MLA" else 0)
-    return elements * _summed(work)
+def moved_tokens(
+    layer: LayerShape, balanced: bool, context: int, ranks: int, rank: int
+) -> tuple[int, int]:
+    """Tokens of one row that a rank sends for a prefill, to each receiver, and those it receives.
 
-
-def _summed(work: Workload) -> int:
-    """Bytes of one number in an all-reduce."""
-    return max(work.itemsize, SINGLE)
-
-
-def _partial(layer: LayerShape) -> int:
-    """Channels of a head's output before it is merged."""
-    return layer.latent if layer.kind == "MLA" else layer.v_head_dim
-
-
-def layout_of(layers: Iterable[LayerShape]) -> Layout:
-    """The layout that `context_parallel` chooses for a model with these layers.
-
-    Contiguous if no layer needs the work to be balanced: each has a window or chunks, so that its
-    queries have about as many visible keys everywhere, or is not causal.
-
-    Args:
-        layers: of the model.
-    """
-    even = all(_reach(layer) is not None or not layer.causal for layer in layers)
-    return "contiguous" if even else "zigzag"
-
-
-def sent_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int, rank: int) -> int:
-    """Tokens of one row that a rank sends, those for several ranks as often, for a prefill.
-
-    Exact from two tokens for each piece on; with a window or chunks if it is not longer than a
-    piece, or pieces are of one length, otherwise to within a token for each rank. Of chunks it is
-    the most, as of a window of their size: chunks that end where pieces end need nothing sent.
-
-    Args:
-        layout: of the tokens.
-        context: tokens of the sequence.
-        ranks: that share the tokens.
-        rank: the sender.
+    Of chunks it is the most, as of a window of their size: chunks that end where pieces end need
+    nothing sent.
 
     Raises:
         ValueError: for a window or chunks of a layer that is not causal.
     """
-    _check_causal(layer)
-    reach, later = _reach(layer), ranks - 1 - rank
-    if not layer.causal:  # every other rank needs every token
-        return (ranks - 1) * _held(layout, context, ranks, rank)
-    if layout == "contiguous":
-        if reach is None:
-            return later * _held(layout, context, ranks, rank)
-        return min(reach, _cut(later, ranks, context))
-    pieces = 2 * ranks
-    late = pieces - 1 - rank
-    if reach is None:  # the early piece by every other rank, the late one by those before
-        every = (ranks - 1) * _piece(rank, pieces, context)
-        return every + rank * _piece(late, pieces, context)
-    early = min(reach, _cut(later, pieces, context))  # by early pieces
-    early += min(reach, _cut(late, pieces, context))  # by late pieces of the ranks before,
-    early -= min(reach, _cut(late - rank, pieces, context))  # which lie beyond this rank's late one
-    return early + min(reach, _cut(rank, pieces, context))
-
-
-def received_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int, rank: int) -> int:
-    """Tokens of one row that a rank receives for a prefill, each once.
-
-    Args:
-        layout: of the tokens.
-        context: tokens of the sequence.
-        ranks: that share the tokens.
-        rank: the receiver.
-
-    Raises:
-        ValueError: for a window or chunks of a layer that is not causal.
-    """
-    _check_causal(layer)
     reach = _reach(layer)
-    if not layer.causal:
-        return context - _held(layout, context, ranks, rank)
-    if layout == "contiguous":  # the tokens before its own
-        before = _cut(rank, ranks, context)
-        return before if reach is None else min(reach, before)
-    pieces = 2 * ranks
-    late = pieces - 1 - rank
-    if reach is None:  # the tokens before its late piece, but for its early one
-        return _cut(late, pieces, context) - _piece(rank, pieces, context)
-    between = late - rank - 1  # pieces, between its two
-    return min(reach, _cut(rank, pieces, context)) + min(reach, _cut(between, pieces, context))
+    if layer.causal:
+        return _moved(context if reach is None else reach, balanced, context, ranks, rank)
+    if reach is not None:
+        raise ValueError(
+            "what a window or chunks need sent is known of causal layers only; a layer that is not "
+            "causal, without them, needs all tokens"
+        )
+    held = sum(map(len, _pieces(balanced, context, ranks, rank)))
+    return (ranks - 1) * held, context - held
+
+
+@cache
+def _moved(reach: int, balanced: bool, context: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Tokens sent and received under a causal mask that shows `reach` earlier tokens."""
+    own = _pieces(balanced, context, ranks, rank)
+    others = [_pieces(balanced, context, ranks, each) for each in range(ranks) if each != rank]
+    sent = sum(_common(own, _needed(pieces, reach)) for pieces in others)
+    needed = _needed(own, reach)
+    return sent, sum(map(len, needed)) - _common(own, needed)
+
+
+def _pieces(balanced: bool, context: int, ranks: int, rank: int) -> list[range]:
+    """The slots that a rank holds."""
+    count = 2 * ranks if balanced else ranks
+    held = (rank, count - 1 - rank) if balanced else (rank,)
+    return [range(at * context // count, (at + 1) * context // count) for at in held]
+
+
+def _needed(pieces: list[range], reach: int) -> list[range]:
+    """The slots that the queries of pieces may attend to, without overlaps."""
+    needed: list[range] = []
+    for piece in pieces:
+        start = max(0, piece.start - reach)
+        if needed and start <= needed[-1].stop:
+            start = needed.pop().start
+        needed.append(range(start, piece.stop))
+    return needed
+
+
+def _common(some: list[range], others: list[range]) -> int:
+    """The number of slots that two lists of ranges share."""
+    return sum(len(range(max(a.start, b.start), min(a.stop, b.stop))) for a in some for b in others)
 
 
 def counted_ranks(ranks: int) -> tuple[int, ...]:
     """The first two ranks, the middle and the last: one of them sends most, but for rounding.
 
-    By `sent_tokens` what a rank sends grows with its number under a causal mask in a zig-zag, falls
-    with it where tokens are contiguous, and is the same for all but the outer ranks under a window
-    shorter than a piece.
-
-    Args:
-        ranks: that the tokens are divided among.
+    A rank sends more, the higher its number, under a causal mask in balanced pieces, less in
+    pieces that are not balanced, and all but the outer ranks as much under a short window.
     """
     return tuple(sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}))
 
@@ -372,29 +323,3 @@ def _reach(layer: LayerShape) -> int | None:
     """The number of earlier tokens that a query can see at most; None for all."""
     limits = [each for each in (layer.window, layer.chunk) if each is not None]
     return min(limits) - 1 if limits else None
-
-
-def _check_causal(layer: LayerShape) -> None:
-    if not layer.causal and _reach(layer) is not None:
-        raise ValueError(
-            "what a window or chunks need sent is known of causal layers only; a layer that is not "
-            "causal, without them, needs all tokens"
-        )
-
-
-def _cut(piece: int, pieces: int, context: int) -> int:
-    """The slot at which a piece begins; the tokens of as many pieces."""
-    return piece * context // pieces
-
-
-def _piece(index: int, pieces: int, context: int) -> int:
-    """The tokens of a piece."""
-    return _cut(index + 1, pieces, context) - _cut(index, pieces, context)
-
-
-def _held(layout: Layout, context: int, ranks: int, rank: int) -> int:
-    """The tokens of the rank."""
-    if layout == "contiguous":
-        return _piece(rank, ranks, context)
-    late = 2 * ranks - 1 - rank
-    return _piece(rank, 2 * ranks, context) + _piece(late, 2 * ranks, context)

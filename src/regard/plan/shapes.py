@@ -107,7 +107,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a cache stores keys and values.
+    """The storage of keys and values in a cache.
 
     Args:
         name: as users write it: `"plain"`, `"int8"`, `"K8V4"`...
@@ -239,10 +239,11 @@ class Workload:
         return self.key_heads(layer) * ceil_div(group, replicas(layer.num_kv_heads, self.tp))
 
 
-def check_whole(name: str, value: int, least: int) -> None:
-    """Raise a ValueError unless the value is a whole number, `least` or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is a whole number, at least {least}, got {value!r}")
+def check_whole(name: str, value: int, least: int, most: int = 10**18) -> None:
+    """Raise a ValueError unless the value is a whole number in its range; larger ones than `most`
+    are taken for errors."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} is a whole number from {least} to {most:,}, got {value!r}")
 
 
 def ceil_div(value: int, divisor: int) -> int:

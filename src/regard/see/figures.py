@@ -35,30 +35,24 @@ def picture(drawn: Any, kind: str = "png", **options: Any) -> bytes:
     return file.getvalue()
 
 
-def pixels_as_png(colours: Float[Tensor, "rows columns 4"]) -> bytes:
-    """A PNG with a pixel for each red, green, blue and opacity.
+def sheet(overview: Float[Tensor, "layers heads rows columns"]) -> bytes:
+    """A PNG of all heads, a pixel a cell, transparent where a cell is 0.
 
     Raises:
         ImportError: if matplotlib is missing.
-    """
-    try:
-        from matplotlib.image import imsave
-    except ImportError as error:
-        raise ImportError(MISSING) from error
-    file = io.BytesIO()
-    imsave(file, colours.mul(255).round().byte().numpy(), format="png")
-    return file.getvalue()
-
-
-def sheet(overview: Float[Tensor, "layers heads rows columns"]) -> bytes:
-    """A PNG of all heads, a pixel a cell, through which the page shows where a cell is 0.
 
     Examples:
         >>> import torch
         >>> sheet(torch.eye(4).expand(2, 3, 4, 4))[1:4]
         b'PNG'
     """
-    return pixels_as_png(inked(cells(overview)))
+    try:
+        from matplotlib.image import imsave
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    file = io.BytesIO()
+    imsave(file, inked(cells(overview)).mul(255).round().byte().numpy(), format="png")
+    return file.getvalue()
 
 
 def cells(overview: Float[Tensor, "layers heads rows columns"]) -> Float[Tensor, "down across"]:

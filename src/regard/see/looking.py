@@ -207,7 +207,7 @@ class Looking:
 
 
 def padding_of(given: Mapping[str, Any], row: int) -> Tensor | None:
-    """Which tokens of a row are no padding, `[tokens]`, as far as the arguments say; or None."""
+    """The tokens of a row that are no padding, `[tokens]`; None if no argument says it."""
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask[row].bool().cpu()

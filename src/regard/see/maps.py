@@ -1,4 +1,4 @@
-"""What was seen of a model's attention: maps of chosen heads, statistics and an overview of all."""
+"""Attention maps of a model: weights of chosen heads, statistics and an overview of all."""
 
 import html
 import io

@@ -189,7 +189,7 @@ def _paint(axes: Any, cells: Pooled, queries: list[int], keys: range) -> None:
 
 
 def sentence(mask: Mask, span: Span, q: int, k: int, *, b: int = 0, h: int = 0) -> str:
-    """Why a query may attend to a key or not; of a `Dense`, which `span` places, in its slots.
+    """A sentence on why a query may attend to a key or not. `span` places a `Dense`.
 
     Args:
         mask: the mask.

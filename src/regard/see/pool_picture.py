@@ -214,30 +214,18 @@ def pool_svg(pool: PagePool, caches: Sequence[PagedCache] = ()) -> str:
             write(GAP + SIDE + 6, f"{count:,} {STATES[state].meaning}")
             y += HEADING
     width, height = max(widths) + GAP, y - HEADING + SIDE + GAP
-    title = escape(without_controls(picture.title))
+    parts = [f"{count:,} {state}" for state, count in picture.counts.items() if count]
+    title = escape(without_controls(f"{picture.title}: {', '.join(parts) or 'none free'}"))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img" aria-label="{title}" '
             f'font-family="system-ui,sans-serif" font-size="12" fill="currentColor" color="{INK}">',
             f"<title>{title}</title>",
-            f"<desc>{escape(without_controls(in_words(picture)))}</desc>",
             *shapes,
             "</svg>",
         ]
     )
-
-
-def in_words(picture: Picture) -> str:
-    """A sentence with the number of pages in each state.
-
-    Examples:
-        >>> from regard import PagePool
-        >>> in_words(described(PagePool(num_pages=8, page_size=4)))
-        'PagePool(8, 4): 0 pages in use.'
-    """
-    parts = [f"{count:,} {state}" for state, count in picture.counts.items() if count]
-    return ": ".join([picture.title, *([", ".join(parts)] if parts else [])]) + "."
 
 
 def _box(x: int, y: int, cell: Cell) -> str:

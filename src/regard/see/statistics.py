@@ -1,4 +1,4 @@
-"""What heads do on average, and an overview of each, summed up block by block of rows."""
+"""Means over the queries of each head, and an overview, summed up block by block of rows."""
 
 from dataclasses import dataclass
 

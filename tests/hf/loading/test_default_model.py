@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import regard.hf
-from regard.compare import prove
+from regard.compare import Texts, chosen, compare
 from regard.hf.loading import default_model
 
 
@@ -22,7 +22,8 @@ def loaded():
 def test_real_logits_are_the_same(loaded):
     model, tokenizer = loaded
     ids = tokenizer("Attention is a scarce resource, " * 12, return_tensors="pt")["input_ids"]
-    proof = prove(model, ids[0, :64])
+    texts = Texts(ids[:, :64], ids[:, :64], "repeated")
+    proof = compare(model, texts, candidates=chosen(["shipped"]), prefills=False).proof
     assert proof.holds
     assert proof.largest_logit > 10
 

@@ -1,42 +1,66 @@
-"""The frames of charts: both axes logarithmic, ticks in words, every curve told apart."""
+"""Charts: both axes logarithmic, ticks in words, every curve told apart; points and their front."""
 
 import pytest
 
-from regard.see.pages.charts import COLOURS, DASHES, MARKERS, TICKS, chart, style_of, tokens
+from regard.compare.frontiers import front
+from regard.see.pages.charts import (
+    COLOURS,
+    DASHES,
+    MARKERS,
+    TICKS,
+    curves,
+    points,
+    style_of,
+    tokens,
+)
 
 pytest.importorskip("bokeh")
 
 CONTEXTS = [256, 512, 1000, 1024, 4096]
 
 
-def named(drawn, name):
-    return drawn.select(name=name)
+def chart(lines=2, unit="bytes", **options):
+    given = {f"line {at}": [each * (at + 1) for each in CONTEXTS] for at in range(lines)}
+    return curves(unit, CONTEXTS, given, **options)
+
+
+def of_type(drawn, name):
+    return [each for each in drawn.center if type(each).__name__ == name]
 
 
 def test_axes_are_logarithmic_with_ticks_at_powers_of_four():
-    drawn = chart("cache", "bytes", CONTEXTS, 2, None)
+    drawn = chart()
     assert type(drawn.x_scale).__name__ == type(drawn.y_scale).__name__ == "LogScale"
     assert drawn.xaxis[0].ticker.ticks == [256, 1024, 4096]
     assert drawn.xaxis[0].major_label_overrides == {256: "256", 1024: "1K", 4096: "4K"}
     assert drawn.yaxis[0].major_label_overrides[1 << 30] == "1 GiB"
     assert drawn.x_range.start < 256 and drawn.x_range.end > 4096
+    assert drawn.y_range.start < 256 and drawn.y_range.end > 2 * 4096
 
 
-def test_every_line_has_a_curve_and_points_of_one_source():
-    drawn = chart("cache", "bytes", CONTEXTS, 11, None)
-    assert {each.name for each in drawn.renderers} == {
-        f"{kind}{at}" for kind in ("curve", "points") for at in range(11)
-    }
-    sources = {each.data_source.id for each in drawn.renderers}
-    assert len(sources) == 1
-    columns = next(iter(drawn.renderers)).data_source.data
-    assert list(columns["context"]) == CONTEXTS
-    assert {f"line{at}" for at in range(11)} | {f"text{at}" for at in range(11)} < set(columns)
+def test_every_line_has_a_curve_points_and_a_name_in_the_legend():
+    drawn = chart(11)
+    assert [each.name for each in drawn.renderers] == [f"curve{at // 2}" for at in range(22)]
+    legend = drawn.below[-1]
+    assert [each.label.value for each in legend.items] == [f"line {at}" for at in range(11)]
+    assert legend.click_policy == "hide"
+    assert drawn.renderers[2].data_source.data["text"][0] == "512 B"
+
+
+def test_a_value_of_0_has_no_place_on_a_logarithmic_axis():
+    drawn = curves("bytes", [1, 4], {"a window": [0, 8]})
+    assert drawn.renderers[0].data_source.data["y"][0] != 0
+
+
+def test_levels_are_dotted_and_inside():
+    drawn = chart(levels={"height": 1000, "width": 1 << 40})
+    assert {each.location for each in of_type(drawn, "Span")} == {1000, 1 << 40}
+    assert drawn.y_range.end > 1 << 40
 
 
 def test_what_lies_beyond_the_model_is_shaded():
-    assert named(chart("cache", "bytes", CONTEXTS, 1, 2048), "beyond")[0].left == 2048
-    assert not list(named(chart("cache", "bytes", CONTEXTS, 1, None), "beyond"))
+    assert of_type(chart(beyond=2048), "BoxAnnotation")[0].left == 2048
+    assert not of_type(chart(), "BoxAnnotation")
 
 
 @pytest.mark.parametrize("at", range(COLOURS * len(DASHES)))
@@ -56,3 +80,12 @@ def test_ticks_of_times_are_what_their_texts_say():
 @pytest.mark.parametrize(("context", "text"), [(128, "128"), (2048, "2K"), (3 << 20, "3M")])
 def test_tokens(context, text):
     assert tokens(context) == text
+
+
+def test_points_have_their_numbers_and_the_front_is_of_the_best():
+    places = {"small": (1.0, 3.0), "both worse": (2.5, 3.5), "large": (2.0, 1.0)}
+    drawn = points(places, front(places))
+    shown = {each.name: each.data_source.data for each in drawn.renderers}
+    assert shown["best"]["name"] == ["small", "large"] and shown["best"]["number"] == ["1", "3"]
+    assert shown["other"]["name"] == ["both worse"]
+    assert list(shown["front"]["x"]) == [1.0, 2.0]

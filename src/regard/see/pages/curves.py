@@ -1,27 +1,47 @@
-"""Pages to explore a plan or a comparison: curves of its attentions over context lengths."""
+"""Pages of a plan, a comparison and a frontier: charts, and the tables behind them."""
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 
+from regard.compare.frontiers import Frontier, front
 from regard.compare.result import Comparison
 from regard.page.page import Section, table, write_page
 from regard.page.readable import readable_bytes
-from regard.plan.devices import DEVICES
+from regard.plan.cost import Cost, cost_of
+from regard.plan.devices import roofline_seconds
 from regard.plan.rows import Plan
-from regard.plan.shapes import DTYPE_BYTES, Storage
-from regard.see.pages.curves_html import Curves, curves
-from regard.see.pages.lines import Slider, line_of
-from regard.see.pages.scatter import scatter
+from regard.plan.shapes import LayerShape, Storage
+from regard.see.pages import charts
 from regard.words import counted
 
 CONTEXTS = tuple(1 << power for power in range(8, 21))  # tokens: 256 to 1,048,576
-BATCHES = tuple(1 << power for power in range(9))  # rows: 1 to 256
-MEMORIES = tuple(1 << power for power in range(26, 41))  # bytes: 64 MiB to 1 TiB
+ROOFLINE = (
+    "The time of a layer is the longer of two: its operations at the device's rate, and the bytes "
+    "it moves at the device's bandwidth. It is the least that the attention of a decode step can "
+    "take; the rest of the model comes on top."
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """An attention of a model, drawn as one curve: its layers, and how its cache is stored."""
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    storage: Storage
+
+    def costs(self, **call: Any) -> list[Cost]:
+        """The costs of layers that are alike, together; `call` are arguments of `cost_of`."""
+        counts = Counter(self.layers).items()
+        return [cost_of(layer, self.storage, **call) * count for layer, count in counts]
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a page that explores a plan: its attentions as curves.
+    """Write a page of a plan: its attentions as curves.
 
     Args:
         plan: from `regard.plan`.
@@ -36,16 +56,25 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def sections_of_plan(plan: Plan) -> list[Section]:
     """The sections of the page of a plan."""
-    sections = [curves(curves_of_plan(plan))]
+    layers = counted(len(plan.model.layers), "layer")
+    ranks = "" if plan.tp == plan.cp == 1 else f", on one rank of tp {plan.tp} x cp {plan.cp}"
+    about = (
+        f"{layers} of {plan.model.architecture} together{ranks}, in {plan.dtype}; "
+        f"{counted(plan.context, 'token')} in {counted(plan.batch, 'row')}"
+    )
+    attentions = Section("attentions", "Every attention", html=table(about, *plan.table()))
+    lines = {row.key: Line(row.attention, row.layers, row.storage) for row in reversed(plan.rows)}
+    call = {name: getattr(plan, name) for name in ("batch", "dtype", "tp", "cp")}
+    drawn = _figures([*lines.values()][::-1], call, plan)
+    sections = [attentions, _curves(drawn, plan.context, plan.memory, plan.model.max_positions)]
     if plan.left_out:
-        rows = [(name, reason) for name, reason in plan.left_out.items()]
-        left_out = table("Attentions that are no lines", ["attention", "reason"], rows)
+        left_out = table("Other attentions", ["attention", "reason"], plan.left_out.items())
         sections.append(Section("left-out", "Left out", html=left_out))
     return sections
 
 
-def write_comparison(result: Comparison, path: Path) -> None:
-    """Write a page of a comparison: what was measured, and curves of the caches that ran.
+def write_result(result: Comparison | Frontier, path: Path) -> None:
+    """Write a page of a comparison or a frontier: what was measured, and curves of the caches.
 
     Args:
         result: from `regard.compare`.
@@ -55,99 +84,116 @@ def write_comparison(result: Comparison, path: Path) -> None:
         ImportError: if Bokeh is missing.
         OSError: if the file cannot be written.
     """
-    write_page(path, f"{result.model}: its attentions, compared", sections_of_comparison(result))
+    write_page(path, result.title, sections_of(result))
 
 
-def sections_of_comparison(result: Comparison) -> list[Section]:
-    """The sections of the page of a comparison. Speeds are measured, and not in the curves."""
-    drawn = scatter(result.rows)
-    sections = [Section("picture", "Cache against perplexity", html=drawn)] if drawn else []
+def sections_of(result: Comparison | Frontier) -> list[Section]:
+    """The sections of the page. Speeds are measured, and not in the curves."""
+    places = {
+        row.name: (float(row.cache_bytes_per_token), float(shown))
+        for row in result.rows
+        if row.cache_bytes_per_token and (shown := result.drawn(row))
+    }
+    sections = [_picture(places)] if len(places) > 1 else []
     sections.append(Section("measured", "Measured", html=result._repr_html_()))
     missing = [(row.name, row.remark) for row in result.rows if row.remark]
     if missing:
         not_run = table("Attentions that did not run", ["attention", "reason"], missing)
         sections.append(Section("not-run", "Not run", html=not_run))
-    if any(row.storage for row in result.rows):
-        sections.append(curves(curves_of_comparison(result), heading="The caches"))
+    if isinstance(result, Comparison):
+        lines = [Line(r.name, r.layers, r.storage) for r in result.rows if r.storage is not None]
+        if lines:
+            drawn = _figures(lines, {"dtype": result.cache_dtype}, None, result.context)
+            sections.append(_curves(drawn, result.context, result.memory, None))
     return sections
 
 
-def curves_of_comparison(result: Comparison) -> Curves:
-    """A line for each row that ran and whose cache bytes are known from shapes."""
-    lines = tuple(
-        line_of(row.name, row.layers, [row.storage], dtype=result.cache_dtype)
-        for row in result.rows
-        if row.storage is not None
+def _picture(places: Mapping[str, tuple[float, float]]) -> Section:
+    """Cache against perplexity; both axes are logarithmic."""
+    best = front(dict(places))
+    names = "".join(
+        f'<li class="best">{escape(name)}</li>' if name in best else f"<li>{escape(name)}</li>"
+        for name in places
     )
-    return Curves(
-        lines=lines,
-        sliders=(
-            _tokens(result.context),
-            _slider("batch", "Batch, rows", BATCHES, 1),
-            _memory(result.memory),
-        ),
-        devices=(),
-        dtype=result.cache_dtype,
-        introduction=(
-            "Computed from the sizes of the layers and caches that ran. How fast each of them "
-            "decodes was measured, and stands in the table above."
-        ),
+    html = (
+        '<div class="chart" id="picture-points" role="img" aria-label="Perplexity against bytes of '
+        'the cache a token; the list below names the points."></div>\n'
+        f'<ol class="named">{names}</ol>\n'
+        '<p class="aside">Green: no other has both a smaller cache and a lower perplexity.</p>\n'
+    )
+    drawn = {"picture-points": charts.points(places, best)}
+    return Section(
+        "picture", "Cache against perplexity", html=html, script="charts.js", charts=drawn
     )
 
 
-def curves_of_plan(plan: Plan) -> Curves:
-    """The lines and sliders of a plan: each of its attentions."""
-    storages = list({row.storage.name: row.storage for row in plan.rows}.values())
-    attentions = {row.attention: row.layers for row in plan.rows}
-    common = partial(line_of, dtype=plan.dtype, tp=plan.tp, cp=plan.cp)
-    sliders = (
-        _tokens(plan.context),
-        _slider("batch", "Batch, rows", BATCHES, plan.batch),
-        _bits(storages, plan.dtype),
-        _memory(plan.memory),
-    )
-    devices = {each.name: each for each in (*plan.devices.values(), *DEVICES.values())}
-    return Curves(
-        lines=tuple(common(name, layers, storages) for name, layers in attentions.items()),
-        sliders=sliders,
-        devices=tuple(devices.values()),
-        dtype=plan.dtype,
-        beyond=plan.model.max_positions,
-        introduction=_introduction(plan),
-    )
+@dataclass(frozen=True)
+class _Figure:
+    """A chart: its heading, its unit, its contexts and the values of each curve."""
+
+    heading: str
+    unit: str
+    contexts: Sequence[int]
+    lines: Mapping[str, Sequence[float]]
+    about: str = ""
 
 
-def _introduction(plan: Plan) -> str:
-    layers = counted(len(plan.model.layers), "layer")
-    ranks = "" if plan.tp == plan.cp == 1 else f", on one rank of tp {plan.tp} x cp {plan.cp}"
-    return (
-        f"{layers} of {plan.model.architecture} together{ranks}, in {plan.dtype}: as shipped, and "
-        "with other attentions that the model could have."
-    )
+def _figures(
+    lines: Iterable[Line], call: Mapping[str, Any], plan: Plan | None, context: int = 0
+) -> list[_Figure]:
+    """Bytes of caches, and times of a decode step on each device of a plan."""
+    contexts = sorted({*CONTEXTS, plan.context if plan else context})
+    costs = {line.name: [line.costs(context=each, **call) for each in contexts] for line in lines}
+    cached = {
+        name: [sum(each.cache_bytes for each in own) for own in line]
+        for name, line in costs.items()
+    }
+    found = [_Figure("Bytes of the cache", "bytes", contexts, cached)]
+    for device in plan.devices.values() if plan else ():
+        rate, gigabytes = device.flops[call["dtype"]] / 1e12, device.memory_bandwidth / 1e9
+        rates = f"{rate:,.4g} TFLOP/s in {call['dtype']}, {gigabytes:,.4g} GB/s ({device.source})"
+        seconds = {
+            name: [
+                sum(
+                    roofline_seconds(
+                        each.visible_decode_flops, each.decode_bytes, device, call["dtype"]
+                    )[0]
+                    for each in own
+                )
+                for own in line
+            ]
+            for name, line in costs.items()
+        }
+        heading, about = f"Time of a decode step on {device.name}", f"{ROOFLINE} {rates}."
+        found.append(_Figure(heading, "seconds", contexts, seconds, about))
+    return found
 
 
-def _slider(name: str, label: str, values: Sequence[int], start: int) -> Slider:
-    """A slider of whole numbers, with the one that it starts at."""
-    steps = tuple(sorted({*values, start}))
-    return Slider(name, label, steps, start, tuple(f"{each:,}" for each in steps))
-
-
-def _tokens(start: int) -> Slider:
-    return _slider("context", "Context, tokens", CONTEXTS, start)
-
-
-def _memory(start: int) -> Slider:
-    steps = tuple(sorted({*MEMORIES, start}))
-    texts = tuple(map(readable_bytes, steps))
-    return Slider("memory", "Memory for the cache", steps, start, texts)
-
-
-def _bits(storages: Iterable[Storage], dtype: str) -> Slider:
-    """The slider over storages, from the smallest to the largest; it starts at the plain one, if it
-    is there."""
-    own = 8 * DTYPE_BYTES[dtype]
-    bits = {each.name: sum(each.bits or (own, own)) / 2 for each in storages}
-    names = tuple(sorted(bits, key=lambda name: bits[name]))
-    texts = tuple(f"{bits[name]:g} ({dtype if name == 'plain' else name})" for name in names)
-    start = "plain" if "plain" in names else names[-1]
-    return Slider("storage", "Bits of the cache", names, start, texts)
+def _curves(figures: Sequence[_Figure], context: int, memory: int, beyond: int | None) -> Section:
+    """A section of charts over context lengths, with the table behind each."""
+    html, drawn = "", {}
+    for number, each in enumerate(figures):
+        levels: dict[str, float] = {"height": context}
+        dotted = f"Dotted: {context:,} tokens"
+        if each.unit == "bytes":
+            levels["width"] = memory
+            dotted += f", and {readable_bytes(memory)} of memory"
+        shaded = "" if beyond is None else f" Shaded: beyond the model's {beyond:,} tokens."
+        caption = f"{dotted}.{shaded} {each.about}".strip()
+        readable = charts.READABLE[each.unit]
+        rows = [
+            [f"{tokens:,}", *(readable(values[at]) for values in each.lines.values())]
+            for at, tokens in enumerate(each.contexts)
+        ]
+        html += (
+            f"<figure>\n<figcaption><h3>{escape(each.heading)}</h3>{escape(caption)}</figcaption>\n"
+            f'<div class="chart" id="curves-{number}" role="img" aria-label="Curves: '
+            f"{escape(each.heading.lower())} against tokens of context. The table below has the "
+            'same figures."></div>\n</figure>\n'
+            f"<details><summary>Table: {escape(each.heading.lower())}</summary>\n"
+            f"{table(each.heading, ['tokens', *each.lines], rows)}</details>\n"
+        )
+        drawn[f"curves-{number}"] = charts.curves(
+            each.unit, each.contexts, each.lines, beyond=beyond, levels=levels
+        )
+    return Section("curves", "Over context lengths", html=html, script="charts.js", charts=drawn)

@@ -110,14 +110,24 @@ def _measured(
 ) -> tuple["Comparison | Frontier", KeyboardInterrupt | None]:
     """Load a model, compare it, and show each row; if the user stops that, the rows so far."""
     from regard import compare as comparing
+    from regard.cache_folder import cache_folder
     from regard.cli.loading import load_for
+    from regard.compare.ahead import kernels_ahead
     from regard.convert.healing.environment import keep_freed_memory
     from regard.convert.texts import python_topics
+    from regard.hf import SMOLLM2
     from regard.hf.packages import quiet
 
     keep_freed_memory()
     so_far: list[Comparison | Frontier] = []
-    with quiet(), progress_bar() as progress:
+    ahead = kernels_ahead(
+        model or cache_folder() / SMOLLM2,
+        options.get("candidates", ()),
+        context=texts["context"],
+        dtype=dtype,
+        device=device,
+    )
+    with ahead, quiet(), progress_bar() as progress:  # a fork comes before threads
 
         def on_row(result: "Comparison | Frontier") -> None:
             so_far.append(result)

@@ -44,7 +44,13 @@ def attend(
     at = visible(module, attention_mask, query.shape[2], key.shape[2])
     divisor = next(getattr(module, each) for each in DIVISORS if hasattr(module, each))
     dropout = next(each.p for each in module.children() if isinstance(each, nn.Dropout))
-    options = {"dropout": dropout if module.training else 0.0, "precision": precision_of(module)}
     keys = Keys.of(one_part(key, value))
-    call = described(query, keys, at, scale=1 / float(divisor), **options)
+    call = described(
+        query,
+        keys,
+        at,
+        scale=1 / float(divisor),
+        dropout=dropout if module.training else 0.0,
+        precision=precision_of(module),
+    )
     return attended(call, query, keys, {})

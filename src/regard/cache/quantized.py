@@ -59,14 +59,6 @@ class Quantizing(Contiguous):
         return tuple(each.like for each in self._streams)
 
     @property
-    def streams(self) -> tuple[AnyStream, ...]:
-        """The streams in `buffers`: codes with their scales, some with room for more tokens."""
-        if not self.buffers:
-            return ()
-        (part,) = self._join((Part(0, self.buffers[0].shape[2], self.buffers),), self._streams)
-        return tuple(part.stored)
-
-    @property
     def arguments(self) -> dict[str, Any]:
         return {"format": self.format.name, "group": self.group, **super().arguments}
 
@@ -232,3 +224,10 @@ class QuantizedWindow(Quantizing, SlidingCache):
     def __repr__(self) -> str:
         rollback = f"rollback={self.rollback}, " if self.rollback else ""
         return f"QuantizedWindow({self.size}, {rollback}{self._code()})"
+
+
+def streams_with_room(cache: QuantizedCache) -> tuple[AnyStream, ...]:
+    """The streams in a cache's buffers: codes with their scales, with room for more tokens."""
+    held = cache.buffers
+    (part,) = cache._join((Part(0, held[0].shape[2], held),), cache._streams)
+    return tuple(part.stored)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from regard.cache.quantized import QuantizedCache
+from regard.cache.quantized import QuantizedCache, streams_with_room
 from regard.compare.candidates import Candidate, as_shipped
 from regard.layers.attention import Attention
 from regard.masks import Causal
@@ -83,10 +83,11 @@ def _compile_step(layer: Attention, cache: QuantizedCache) -> None:
     from regard.ops.kernels.encoding import codes_of
     from regard.ops.kernels.stepping import Plan
 
-    codes, dtype = codes_of(cache.streams), layer.q_proj.weight.dtype
+    keys, values = streams_with_room(cache)
+    codes, dtype = codes_of((keys, values)), layer.q_proj.weight.dtype
     if codes is None or dtype not in DTYPES:
         return
     heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
     q, k = (torch.zeros(1, count, 1, width, dtype=dtype) for count in (heads, kv_heads))
-    plan, (keys, values) = Plan.of(dtype, 1, heads, kv_heads, width, width, *codes), cache.streams
+    plan = Plan.of(dtype, 1, heads, kv_heads, width, width, *codes)
     plan.run(q, k, k, keys, values, cache.length, scale=1.0)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +64,15 @@ class Frontier:
     questions: int
     budget: float | None
     rows: tuple[Row, ...]
-    legend: ClassVar[str] = (
-        "*: no other row has both fewer bytes and a lower decode perplexity. Perplexities: ratios "
-        "to the first row's, with 95 % intervals of a paired bootstrap over windows. Found: "
-        "questions answered rightly about documents that were read before the question."
-    )
+
+    @property
+    def legend(self) -> str:
+        """The meaning of the columns, for a line below the table."""
+        return (
+            "*: no other row has both fewer bytes and a lower decode perplexity. Perplexities: "
+            "ratios to the first row's, with 95 % intervals of a paired bootstrap over windows. "
+            "Found: questions answered rightly about documents that were read before the question."
+        )
 
     @property
     def title(self) -> str:

@@ -108,9 +108,12 @@ class Plan:
     left_out: Mapping[str, str]
 
     def table(self, every: bool = False) -> tuple[list[str], list[list[str]]]:
-        """The headings and the cells of a line for each attention: its cache by storage; what fits,
-        and times, with the first storage. With `every`, of a line for each storage: the bytes that
-        are needed, that regard allocates, and that whole blocks take."""
+        """The headings, and the cells of a line for each attention.
+
+        A line has the cache by storage; the context that fits and the times have the first storage.
+        With `every`, a line for each storage has the bytes that are needed, those that regard
+        allocates, and those of whole blocks.
+        """
         unit, scale = _unit(min(row.cost.cache_bytes for row in self.rows))
         several = len(self.devices) > 1
         times = (f"decode{several * f' on {key}'}, ms" for key in self.devices)

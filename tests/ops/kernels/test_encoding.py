@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from regard import QuantizedCache
+from regard.cache.quantized import streams_with_room
 from regard.ops.kernels.encoding import Codes, codes_of, mixing
 
 
@@ -36,8 +37,8 @@ def test_blocks_of_channels_are_multiplied_by_their_matrices(channels, blocks):
 def test_codes_that_no_kernel_reads_have_no_step():
     cache = QuantizedCache(bits=4)
     cache.update(torch.randn(1, 2, 3, 24), torch.randn(1, 2, 3, 24))
-    stream = cache.streams[0]._replace(width=32)
-    assert codes_of(cache.streams) is None
+    stream = streams_with_room(cache)[0]._replace(width=32)
+    assert codes_of(streams_with_room(cache)) is None
     assert codes_of((stream, stream)) == (Codes(4, 64), Codes(4, 64))
     assert codes_of((torch.ones(1), stream)) == (Codes(), Codes(4, 64))
     assert codes_of((stream,)) is None

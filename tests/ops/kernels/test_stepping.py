@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("numba")
 
 from regard import QuantizedCache
+from regard.cache.quantized import streams_with_room
 from regard.ops.kernels.encoding import codes_of
 from regard.ops.kernels.stepping import Plan
 
@@ -69,20 +70,20 @@ def test_a_step_over_codes_writes_those_of_the_cache_and_attends_to_them(
     )
     q, k = torch.randn(2, 6, 1, width).to(dtype), torch.randn(2, 3, 1, width).to(dtype)
     v, twin = torch.randn(2, 3, 1, value_width).to(dtype), copy.deepcopy(cache)
-    codes = codes_of(cache.streams)
+    codes = codes_of(streams_with_room(cache))
     plan = Plan.of(dtype, 2, 6, 3, width, value_width, *codes)
-    out = plan.run(q, k, v, *cache.streams, cache.length, scale=0.3)
+    out = plan.run(q, k, v, *streams_with_room(cache), cache.length, scale=0.3)
     cache.count(1)
     (part,) = twin.update(k, v)
     for buffer, other in zip(cache.buffers, twin.buffers, strict=True):
         assert buffer[:, :, :30].equal(other[:, :, :30])
     steps = [each.scales[..., ::2].float().amax().item() for each in part.stored]
-    read = [each.narrow(0, 31).to_tensor() for each in cache.streams]
+    read = [each.narrow(0, 31).to_tensor() for each in streams_with_room(cache)]
     for got, expected, step in zip(read, part.streams, steps, strict=True):
         assert (got.double() - expected.double()).abs().amax() <= 1.01 * step * width**0.5
     if form.startswith("int"):
         assert all(a.equal(b) for a, b in zip(cache.buffers, twin.buffers, strict=True))
-    exact = [each.narrow(0, 31)._replace(dtype=torch.float64) for each in cache.streams]
+    exact = [each.narrow(0, 31)._replace(dtype=torch.float64) for each in streams_with_room(cache)]
     expected = reference(q, *(each.to_tensor() for each in exact), 0.3)
     unit, keys = torch.finfo(dtype).eps / 2, exact[0].to_tensor()
     largest = 0.3 * (q.double().abs().sum(-1).amax() * keys.abs().amax())
@@ -95,8 +96,8 @@ def test_nothing_is_written_where_codes_are_not_those_of_the_plan():
     cache = QuantizedCache(bits=8)
     cache.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16))
     tensors, before = given(), [each.clone() for each in cache.buffers]
-    keys, values = cache.streams
-    plan = Plan.of(torch.float32, 2, 4, 2, 16, 16, *codes_of(cache.streams))
+    keys, values = streams_with_room(cache)
+    plan = Plan.of(torch.float32, 2, 4, 2, 16, 16, *codes_of(streams_with_room(cache)))
     for other in (
         tensors["keys"],
         keys._replace(group=8),

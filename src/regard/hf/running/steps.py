@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.cache import KVCache, QuantizedCache, StaticCache
 from regard.cache.parts import AnyStream
+from regard.cache.quantized import streams_with_room
 from regard.hf.families import rotating
 from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
@@ -158,7 +159,7 @@ def record_step(
         or not _is_dataless(call.given_mask)
     ):
         return
-    streams = cache.streams if isinstance(cache, QuantizedCache) else held
+    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else held
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
     if call.sinks is not None or call.score_bias is not None or not _is_quickest(prepared):

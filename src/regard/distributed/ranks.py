@@ -38,6 +38,9 @@ class RankError(RuntimeError):
         True
     """
 
+    step: str
+    ranks: tuple[int, ...]
+
     def __init__(self, message: str, step: str = "", ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.step, self.ranks = step, tuple(ranks)

@@ -284,21 +284,6 @@ def _check_tables(
 _NONE = -1  # the number of no page, or of no parent
 
 
-class Tree(NamedTuple):
-    """The stored prefixes of one context in a file.
-
-    Attributes:
-        context: under which they are stored.
-        windows: of the layers, as for `Node`.
-        rows: of each node the row of its parent, the tokens of its page, and the number of the page
-            of each layer.
-    """
-
-    context: Context
-    windows: tuple[int | None, ...]
-    rows: list[list[int]]
-
-
 def pool_record(memory: Memory) -> tuple[Record, int]:
     """The stored prefixes of a pool, for its file, and the number of their pages; lock held.
 
@@ -347,38 +332,33 @@ def load_prefixes(
     names, streams = names[: len(contexts)], names[len(contexts) :]
     check_shapes(groups, size, [file.entries[name] for name in streams])
     kinds = [group.outlines for group in groups for _ in range(group.size)]
-    found = []
+    found: list[tuple[Context, tuple[int | None, ...], list[list[int]]]] = []
     for name, text in zip(names, contexts, strict=True):
         context, windows = Context(file.metadata["weights"], text["key"]), tuple(text["windows"])
         memory.prefixes.check_windows(windows, context)
-        found.append(Tree(context, windows, _rows_from(file, name, size, windows, kinds)))
-    numbers = [n for each in found for row in each.rows for n in row[1 + size :] if n != _NONE]
+        found.append((context, windows, _rows_from(file, name, size, windows, kinds)))
+    numbers = [n for *_, rows in found for row in rows for n in row[1 + size :] if n != _NONE]
     if sorted(numbers) != [*range(len(kinds))]:
         raise ValueError(f"each of {len(kinds)} pages is in one place, got {numbers!r:.200}")
     pages = take_pages(memory, groups, map(file.pieces, streams), cold=True)
+    count = 0
     for page in pages:
         page.sealed = True
-    return sum(_store(memory, each, pages) for each in found)
-
-
-def _store(memory: Memory, tree: Tree, pages: Sequence[Page]) -> int:
-    """Store the prefixes of one context, of which the first stored are the first to be evicted;
-    returns the number of pages that were not stored before."""
-    size, count = memory.page_size, 0
-    nodes: list[Node] = []
-    for row in tree.rows:
-        parent = None if row[0] == _NONE else nodes[row[0]]
-        own = [None if n == _NONE else pages[n] for n in row[1 + size :]]
-        tokens = array("q", row[1 : 1 + size]).tobytes()
-        node, new = memory.prefixes.add(parent, tree.context, tokens, tree.windows, own)
-        nodes.append(node)
-        count += len(new)
-        for page in new:
-            page.used = memory.operation()
-    for node in reversed(nodes):  # the beginning of a prefix is used with all that follows it
-        last = max((page.used for page in node.stored()), default=0)
-        for page in node.parent.stored() if node.parent is not None else ():
-            page.used = max(page.used, last)
+    for context, windows, rows in found:
+        nodes: list[Node] = []
+        for row in rows:
+            parent = None if row[0] == _NONE else nodes[row[0]]
+            own = [None if n == _NONE else pages[n] for n in row[1 + size :]]
+            tokens = array("q", row[1 : 1 + size]).tobytes()
+            node, new = memory.prefixes.add(parent, context, tokens, windows, own)
+            nodes.append(node)
+            count += len(new)
+            for page in new:
+                page.used = memory.operation()  # pages that were stored first are evicted first
+        for node in reversed(nodes):  # the beginning of a prefix is used with all that follows it
+            last = max((page.used for page in node.stored()), default=0)
+            for page in node.parent.stored() if node.parent is not None else ():
+                page.used = max(page.used, last)
     return count
 
 

@@ -33,6 +33,7 @@ from regard.convert.lossy.directions import (
     join_rotary,
     split_rotary,
 )
+from regard.convert.lossy.sensitivity import sensitivity
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.rope import Rotary
@@ -179,6 +180,7 @@ def decouple(
     rope_dim: int,
     covariance: Float[Tensor, "E E"],
     counts: Sequence[int] | None = None,
+    inputs: Float[Tensor, "*N L E"] | None = None,
 ) -> Decoupled:
     """The attention as DeepSeek's MLA: a latent of `rank`, a rotary key of `rope_dim` channels.
 
@@ -191,6 +193,7 @@ def decouple(
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
         counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
             several layers share one list (`common_counts`); those with the most harm if None.
+        inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
 
     Raises:
         ValueError: if the layer has no plain rotary embedding, norms its keys, has a gate or sinks,
@@ -213,7 +216,8 @@ def decouple(
         rotated = largest(found.harm, rope_dim)
     else:
         rotated = _by_counts(found, rope_dim, counts)
-    return from_components(layer, found, rotated, rank=rank, covariance=covariance)
+    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
+    return from_components(layer, found, rotated, rank=rank, covariance=covariance, metric=metric)
 
 
 def largest(score: Float64[Tensor, "freq heads"], rope_dim: int) -> Tensor:
@@ -235,11 +239,18 @@ def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tenso
 
 
 def from_components(
-    layer: Attention, found: Components, rotated: Tensor, *, rank: int, covariance: Tensor
+    layer: Attention,
+    found: Components,
+    rotated: Tensor,
+    *,
+    rank: int,
+    covariance: Tensor,
+    metric: Tensor | None = None,
 ) -> Decoupled:
     """MLA whose rotary key is the components in the boolean mask `rotated`, `[freq, heads]`.
 
-    The latent holds the directions of the rest with the most energy under `covariance`.
+    The latent holds the directions of the rest with the most energy under `covariance`, where
+    errors count by the `metric`.
     """
     rotary_queries, plain_queries = _queries(layer, found, rotated)
     rotary, plain = found.rows[rotated], _plain_keys(layer, found, rotated)
@@ -247,7 +258,7 @@ def from_components(
     stacked = torch.cat([plain, rows_of(layer, "v_proj")])
     if not 1 <= rank <= min(stacked.shape):
         raise ValueError(f"rank={rank} is not in 1..{min(stacked.shape)}, keys and values together")
-    up, down, lost = directions_of(stacked[:, :-1], covariance, rank)
+    up, down, lost = directions_of(stacked[:, :-1], covariance, rank, metric)
     paired = _real(rotary_queries / gain[:, None], 1)
     queries = torch.cat([plain_queries, paired], dim=1).flatten(0, 1)
     shared = _real(gain[:, None] * rotary, 0)

@@ -5,8 +5,11 @@
 Texts to measure on, which are never trained on: `novel.txt` (Moby Dick), `book.txt` (The Rust
 Programming Language) and `licence.txt` (GPL-3). Texts to calibrate and train on: `austen.txt`,
 `essays.txt` (An Anarchist FAQ), `handbook.txt` (of Debian's administrators), `licences.txt`
-(GFDL-1.3) and `speeches.txt` (presidents of the United States). Needs Debian's `apt-get` and
-`dpkg-deb`, and `npm`; 60 MB are downloaded. `converting.py` and `healing.py` take the folder.
+(GFDL-1.3) and `speeches.txt` (presidents of the United States). Texts of kinds on which nothing was
+chosen: `bible.txt` (King James), `perl.txt` (Perl's manual), `javascript.txt` (lodash) and
+`german.txt` (the handbook in German). `french.txt` (the same in French) is one of those on which
+`cross_validating.py` chooses. Needs Debian's `apt-get` and `dpkg-deb`, and `npm`; 110 MB are
+downloaded. `converting.py`, `healing.py` and `cross_validating.py` take the folder.
 """
 
 import argparse
@@ -23,6 +26,9 @@ from pathlib import Path
 from regard.convert.texts import unwrapped
 
 MEASURED = ("novel", "book", "licence")
+ELSEWHERE = ("bible", "perl", "javascript", "german")  # on which no constant was chosen
+CODE = ("perl", "javascript")  # texts whose lines are kept
+TRAINING = ("austen", "essays", "handbook", "licences", "speeches")
 LICENCES = Path("/usr/share/common-licenses")
 BLOCKS = {"p", "div", "li", "h1", "h2", "h3", "h4", "pre", "td", "dt", "dd", "tr", "blockquote"}
 SKIPPED = {"script", "style", "nav", "head", "title", "noscript"}
@@ -110,9 +116,28 @@ def _essays(work: Path) -> str:
     return pages(sorted((debian("anarchism", work) / "doc/anarchism/html").glob("sec*.html")))
 
 
-def _handbook(work: Path) -> str:
-    folder = debian("debian-handbook", work) / "doc/debian-handbook/html/en-US"
+def _handbook(language: str, work: Path) -> str:
+    folder = debian("debian-handbook", work) / "doc/debian-handbook/html" / language
     return pages(sorted(folder.glob("*.html")))
+
+
+def _bible(work: Path) -> str:
+    program = debian("bible-kjv", work).parent / "bin/bible"
+    data = debian("bible-kjv-text", work).parent / "lib"
+    said = subprocess.run(
+        [program, "-f", "-p", ".", "gen1:1-rev22:21"], cwd=data, check=True, capture_output=True
+    )
+    return re.sub(r"^\w+:\d+ ", "", said.stdout.decode(), flags=re.MULTILINE)
+
+
+def _perl(work: Path) -> str:
+    folder = next(debian("perl-doc", work).glob("perl/*/pod"))
+    names = ("perlintro", "perlop", "perlfaq4", "perlre", "perlipc", "perlobj", "perlretut")
+    return "\n\n".join((folder / f"{name}.pod").read_text(encoding="utf-8") for name in names)
+
+
+def _javascript(work: Path) -> str:
+    return (npm("lodash", work) / "lodash.js").read_text(encoding="utf-8")
 
 
 def _austen(work: Path) -> str:
@@ -135,21 +160,28 @@ TEXTS: dict[str, Callable[[Path], str]] = {
     "licence": partial(_licence, "GPL-3"),
     "austen": _austen,
     "essays": _essays,
-    "handbook": _handbook,
+    "handbook": partial(_handbook, "en-US"),
     "licences": partial(_licence, "GFDL-1.3"),
     "speeches": partial(_dataset, "sotu"),
+    "french": partial(_handbook, "fr-FR"),
+    "bible": _bible,
+    "perl": _perl,
+    "javascript": _javascript,
+    "german": partial(_handbook, "de-DE"),
 }
 
 
 def read(folder: Path | None) -> tuple[dict[str, str], dict[str, str]]:
     """Texts to measure on and texts to train on, by name; none without a folder."""
-    found = {}
-    if folder is not None:
-        found = {
-            name: unwrapped((folder / f"{name}.txt").read_text(encoding="utf-8")) for name in TEXTS
-        }
-    measured = {name: found.pop(name) for name in MEASURED if name in found}
-    return measured, found
+    return some(folder, MEASURED), some(folder, TRAINING)
+
+
+def some(folder: Path | None, names: Iterable[str]) -> dict[str, str]:
+    """Texts of the folder by name, the lines of prose joined; none without a folder."""
+    if folder is None:
+        return {}
+    texts = {name: (folder / f"{name}.txt").read_text(encoding="utf-8") for name in names}
+    return {name: text if name in CODE else unwrapped(text) for name, text in texts.items()}
 
 
 def main() -> None:

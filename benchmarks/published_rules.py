@@ -1,17 +1,20 @@
-"""The published rules that choose which key components keep RoPE: TransMLA's and MHA2MLA's.
+"""Published rules that convert GQA to latents, as baselines without the papers' training.
 
-They are baselines for `converting.py`, without the papers' training. Both convert GQA to DeepSeek's
-MLA, as `regard.convert.decouple` does, but select other components; those that lose their rotation
-are treated as if its angle were zero.
+TransMLA's and MHA2MLA's choose which key components keep RoPE: both convert to DeepSeek's MLA, as
+`regard.convert.decouple` does, but select other components; those that lose their rotation are
+treated as if its angle were zero. Palu's, ReCalKV's and CARE's choose the latents of keys and of
+values where rotation follows the up-projection, as in `regard.convert.latentize`, but keys and
+values have latents of their own. `converting.py` and `elsewhere.py` measure them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.convert.linear import linear_of, weight_and_bias
 from regard.convert.lossy.decouple import (
     Components,
     Decoupled,
@@ -21,7 +24,8 @@ from regard.convert.lossy.decouple import (
     query_energy,
     rotary_keys,
 )
-from regard.convert.lossy.directions import energy_of
+from regard.convert.lossy.directions import energy_of, gain_of
+from regard.convert.lossy.latentize import as_latent
 
 
 def transmla(layer: Any, covariance: Tensor) -> tuple[Components, Tensor]:
@@ -72,3 +76,62 @@ RULES: dict[str, Callable[..., Decoupled]] = {
     "TransMLA": partial(_decouple, select=transmla, calibrated=True),
     "MHA2MLA": partial(_decouple, select=mha2mla, calibrated=False),
 }
+
+
+def separate(layer: Any, covariance: Tensor, *, rank: int, groups: int) -> Any:
+    """A latent for the keys, and one for the values, of each group of key heads, all of one rank.
+
+    Each is the best under the covariance of its inputs (a whitened SVD), as in Palu
+    (arXiv:2407.21118), whose Fisher weights of the matrices are left out, and in ReCalKV
+    (arXiv:2505.24357). ReCalKV puts similar heads into one group; if all heads are one, no order of
+    them matters, and its calibration of the values ends at the same directions.
+    """
+    names = ("k_proj", "v_proj")
+    rows = [weight_and_bias(layer, name)[0].double().chunk(groups) for name in names]
+    parts = [part for each in rows for part in each]
+    counts = [rank // len(parts) + (i < rank % len(parts)) for i in range(len(parts))]
+    return _latent(
+        layer, [_whitened(*each, covariance) for each in zip(parts, counts, strict=True)]
+    )
+
+
+def _whitened(rows: Tensor, rank: int, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """The best up- and down-projection of that rank for these rows alone."""
+    _, basis = torch.linalg.eigh(energy_of(rows, covariance))
+    up = basis[:, max(0, len(basis) - rank) :]
+    down = up.mT @ rows
+    gain = gain_of(down, up.mT)
+    return up / gain, gain[:, None] * down
+
+
+def _latent(layer: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """A layer whose latent is these parts, each of which is read by its own rows alone."""
+    made, dtype = as_latent(layer), layer.q_proj.weight.dtype
+    bias = weight_and_bias(made, "kv_b_proj")[1]
+    down = torch.cat([each for _, each in parts])
+    up = torch.block_diag(*(each for each, _ in parts))
+    made.kv_a_proj = linear_of(down.to(dtype).contiguous())
+    made.kv_b_proj = linear_of(up.to(dtype).contiguous(), bias)
+    made.kv_lora_rank = len(down)
+    return made
+
+
+def care_ranks(layers: Sequence[Any], covariances: Sequence[Tensor], rank: int) -> list[list[int]]:
+    """CARE's ranks of keys and values in each layer (arXiv:2603.17946): a total of `rank` a layer
+    goes, one by one, to the matrix whose next direction holds the largest share of its energy."""
+    spectra = [
+        torch.linalg.eigvalsh(energy_of(weight_and_bias(layer, name)[0].double(), each)).flip(-1)
+        for layer, each in zip(layers, covariances, strict=True)
+        for name in ("k_proj", "v_proj")
+    ]
+    shares = torch.stack([each.clamp_min(0.0) / each.sum() for each in spectra])
+    shares[:, 0] = 2.0  # every matrix has one direction at least
+    best = shares.flatten().topk(rank * len(layers)).indices // shares.shape[1]
+    return best.bincount(minlength=len(spectra)).unflatten(0, (-1, 2)).tolist()
+
+
+def care(layer: Any, covariance: Tensor, ranks: Sequence[int]) -> Any:
+    """Latents of keys and of values with these ranks, from a covariance-aware SVD."""
+    rows = [weight_and_bias(layer, name)[0].double() for name in ("k_proj", "v_proj")]
+    parts = zip(rows, ranks, strict=True)
+    return _latent(layer, [_whitened(*each, covariance) for each in parts])

@@ -187,6 +187,7 @@ def _maker(
             rope_dim=target.rope_dim,
             covariance=step.moments.covariance,
             counts=counts,
+            inputs=step.x,
         ).layer
     )
 

@@ -1,6 +1,6 @@
 """A joint latent is exact at full rank, and below it its directions have the least error.
 
-If keys are normed after the latent, the error counts relative to the size of each key.
+Given inputs, errors of keys and values count by what they do to the layer's outputs.
 """
 
 import pytest
@@ -13,7 +13,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from layers import WIDTH, attention, scattered
 from regard import KVCache
 from regard.convert import Moments, as_latent, latentize
-from regard.convert.linear import rows_of
 from regard.convert.lossy.calibrate import moments_of
 from regard.convert.lossy.directions import VALUES
 from regard.convert.lossy.latentize import plain_norm
@@ -146,14 +145,9 @@ def uneven(tokens: int) -> torch.Tensor:
     return torch.where(large, 20 * x * half, x * ~half + 0.2 * x * half)
 
 
-def relative_errors(layer, made, x):
-    """The squares of keys' errors, each over the mean square of its key, before the norm."""
-    rows = rows_of(layer, "k_proj")
-    keys = x @ rows[:, :-1].mT + rows[:, -1]
-    rebuilt = made.kv_b_proj(made.kv_a_proj(x))[..., : keys.shape[-1]]
-    heads = 1 if layer.norm_width else layer.num_kv_heads
-    error, whole = ((each).unflatten(-1, (heads, -1)) for each in (rebuilt - keys, keys))
-    return (error.square().mean(-1) / whole.square().mean(-1)).mean()
+def error(layer, made, x):
+    """The squared error of the outputs."""
+    return float((made(x) - layer(x)).square().mean())
 
 
 def fitted(layer, x, rank, *, with_inputs=True):
@@ -172,35 +166,26 @@ def test_normed_keys_are_exact_at_full_rank(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NORMS)
-def test_errors_count_relative_to_the_size_of_a_key(name):
-    layer, x = layer_of(name), uneven(400)
-    rank = WIDTH - 3
-    with_inputs, without = (
-        fitted(layer, x, rank, with_inputs=each).layer for each in (True, False)
-    )
-    assert relative_errors(layer, with_inputs, x) < relative_errors(layer, without, x)
+@pytest.mark.parametrize("name", [*NORMS, "none"])
+def test_outputs_over_other_text_are_nearer_if_errors_count_by_them(name):
+    """Of most layers: an estimate from one draw of signs is not the best for each."""
+    better = 0
+    for seed in range(9):
+        torch.manual_seed(seed)
+        layer = scattered(attention(4, num_kv_heads=2, **NORMS.get(name, {}))).double()
+        x, other = 0.5 * skewed(40, 10, WIDTH), 0.5 * skewed(20, 10, WIDTH)
+        fits = [fitted(layer, x, WIDTH - 3, with_inputs=each).layer for each in (True, False)]
+        better += error(layer, fits[0], other) < error(layer, fits[1], other)
+    assert better >= 7
 
 
 @torch.no_grad()
-def test_no_other_directions_do_better_if_one_norm_spans_all_keys():
-    layer, x = layer_of("of the width"), uneven(300)
-    layer.v_proj.weight.zero_()
-    nn.init.ones_(layer.k_norm.weight)
-    least = relative_errors(layer, fitted(layer, x, 5).layer, x)
-    for seed in range(20):
-        other = fitted(layer, uneven(30 + seed), 5).layer
-        assert least <= relative_errors(layer, other, x) * (1 + 1e-9)
-
-
-@torch.no_grad()
-def test_the_size_of_a_heads_keys_does_not_change_the_fit():
-    """The norm divides by it."""
+def test_the_size_of_a_heads_keys_does_not_change_the_fit_where_a_norm_divides_by_it():
     layer, x = layer_of("of heads"), uneven(300)
-    before = relative_errors(layer, fitted(layer, x, 5).layer, x)
+    before = fitted(layer, x, 5).layer
     layer.k_proj.weight[: layer.head_dim] *= 1000
-    after = relative_errors(layer, fitted(layer, x, 5).layer, x)
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=0)
+    after = fitted(layer, x, 5).layer
+    torch.testing.assert_close(after(x), before(x), rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

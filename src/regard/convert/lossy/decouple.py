@@ -33,6 +33,7 @@ from regard.convert.lossy.directions import (
     join_rotary,
     split_rotary,
 )
+from regard.convert.lossy.sensitivity import sensitivity
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.rope import Rotary
@@ -95,15 +96,21 @@ class Decoupled:
     lost: float
 
 
-def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components:
+def components(
+    layer: Attention,
+    covariance: Float[Tensor, "E E"],
+    metric: Float64[Tensor, "R R"] | None = None,
+) -> Components:
     """The keys of a layer in components that are uncorrelated over the calibration text.
 
-    A head's weight is the energy of its queries. A component's harm is its energy times the share
-    that no constant in place of the rotation preserves, over distances of up to 512 tokens.
+    A head's weight is the energy of its queries, or its part of the metric. A component's harm is
+    its energy times the share that no constant in place of the rotation preserves, over distances
+    of up to 512 tokens.
 
     Args:
         layer: MHA, GQA or MQA with a rotary embedding.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
+        metric: of errors of keys stacked on values, from `sensitivity`.
 
     Raises:
         ValueError: if the layer has no rotary embedding, or its frequencies change with the length.
@@ -117,7 +124,8 @@ def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components
         torch.Size([2, 2])
     """
     keys, frequencies = rotary_keys(layer)
-    weight = query_energy(layer, covariance).clamp_min(LEAST).sqrt().mT[..., None]
+    energy = query_energy(layer, covariance) if metric is None else pair_energy(layer, metric)
+    weight = energy.clamp_min(LEAST).sqrt().mT[..., None]
     weighted = weight * keys  # [freq, heads, E1]
     energies, basis = torch.linalg.eigh(energy_of(weighted, covariance))
     energies, basis = energies.flip(-1).clamp_min(0.0), basis.flip(-1)
@@ -143,6 +151,14 @@ def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads
     queries, _ = split_rotary(rows_of(layer, "q_proj"), layer.head_dim, layer.rope)
     energy = energy_of(queries[..., None, :], covariance).real[..., 0, 0]
     return energy.unflatten(0, (layer.num_kv_heads, -1)).sum(1)
+
+
+def pair_energy(layer: Attention, metric: Tensor) -> Float64[Tensor, "heads freq"]:
+    """The energy of the gradients by the two channels of each head's keys at each frequency."""
+    assert isinstance(layer.rope, Rotary)
+    keys = metric.diagonal()[: len(metric) // 2, None]
+    pairs, _ = split_rotary(keys, layer.head_dim, layer.rope)
+    return (pairs.real + pairs.imag)[..., 0]
 
 
 def average_rotation(frequencies: Tensor) -> Complex128[Tensor, " freq"]:
@@ -179,6 +195,7 @@ def decouple(
     rope_dim: int,
     covariance: Float[Tensor, "E E"],
     counts: Sequence[int] | None = None,
+    inputs: Float[Tensor, "*N L E"] | None = None,
 ) -> Decoupled:
     """The attention as DeepSeek's MLA: a latent of `rank`, a rotary key of `rope_dim` channels.
 
@@ -191,6 +208,7 @@ def decouple(
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
         counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
             several layers share one list (`common_counts`); those with the most harm if None.
+        inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
 
     Raises:
         ValueError: if the layer has no plain rotary embedding, norms its keys, has a gate or sinks,
@@ -208,12 +226,13 @@ def decouple(
         ('MLA', True)
     """
     refuse_unsupported(layer, "DeepSeek's MLA")
-    found = components(layer, covariance)
+    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
+    found = components(layer, covariance, metric)
     if counts is None:
         rotated = largest(found.harm, rope_dim)
     else:
         rotated = _by_counts(found, rope_dim, counts)
-    return from_components(layer, found, rotated, rank=rank, covariance=covariance)
+    return from_components(layer, found, rotated, rank=rank, covariance=covariance, metric=metric)
 
 
 def largest(score: Float64[Tensor, "freq heads"], rope_dim: int) -> Tensor:
@@ -235,11 +254,18 @@ def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tenso
 
 
 def from_components(
-    layer: Attention, found: Components, rotated: Tensor, *, rank: int, covariance: Tensor
+    layer: Attention,
+    found: Components,
+    rotated: Tensor,
+    *,
+    rank: int,
+    covariance: Tensor,
+    metric: Tensor | None = None,
 ) -> Decoupled:
     """MLA whose rotary key is the components in the boolean mask `rotated`, `[freq, heads]`.
 
-    The latent holds the directions of the rest with the most energy under `covariance`.
+    The latent holds the directions of the rest with the most energy under `covariance`, where
+    errors count by the `metric`.
     """
     rotary_queries, plain_queries = _queries(layer, found, rotated)
     rotary, plain = found.rows[rotated], _plain_keys(layer, found, rotated)
@@ -247,7 +273,7 @@ def from_components(
     stacked = torch.cat([plain, rows_of(layer, "v_proj")])
     if not 1 <= rank <= min(stacked.shape):
         raise ValueError(f"rank={rank} is not in 1..{min(stacked.shape)}, keys and values together")
-    up, down, lost = directions_of(stacked[:, :-1], covariance, rank)
+    up, down, lost = directions_of(stacked[:, :-1], covariance, rank, metric)
     paired = _real(rotary_queries / gain[:, None], 1)
     queries = torch.cat([plain_queries, paired], dim=1).flatten(0, 1)
     shared = _real(gain[:, None] * rotary, 0)

@@ -52,19 +52,22 @@ def energy_of(
 
 
 def directions_of(
-    weight: Float64[Tensor, "R E"], covariance: Float[Tensor, "E E"], rank: int
+    weight: Float64[Tensor, "R E"],
+    covariance: Float[Tensor, "E1 E1"],
+    rank: int,
+    metric: Float64[Tensor, "R R"] | None = None,
 ) -> tuple[Float64[Tensor, "R rank"], Float64[Tensor, "rank E"], float]:
     """The best `up @ down` of that rank for keys stacked on values, and the share of energy lost.
 
-    Values are rescaled to a fixed share of the keys' energy.
+    Errors count by the `metric`; without one, all keys count the same, and values are rescaled to a
+    fixed share of the keys' energy.
     """
     energy = energy_of(weight, covariance)
-    balance = _balance(energy)
-    energies, directions = torch.linalg.eigh(balance[:, None] * energy * balance)
+    root, inverse = roots_of(_balance(energy).square().diag() if metric is None else metric)
+    energies, directions = torch.linalg.eigh(root @ energy @ root)
     chosen = directions[:, -rank:]  # eigh sorts upwards
     lost = 1.0 - float(energies[-rank:].sum() / energies.sum())
-    down = chosen.mT @ (balance[:, None] * weight)
-    up = chosen / balance[:, None]
+    down, up = chosen.mT @ root @ weight, inverse @ chosen
     gain = gain_of(down, up.mT)
     return up / gain, gain[:, None] * down, max(0.0, lost)
 

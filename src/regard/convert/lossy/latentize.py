@@ -3,23 +3,14 @@
 Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`: the cache
 holds `A x`, and B computes keys and values when they are read. Keys are normed (if the layer norms
 them) and rotated after that, so both stay exact. Below full rank, A is the principal directions of
-`W x` over calibration text, with values scaled to count for less than keys.
-
-If keys are normed, an error counts relative to the size of its key. RMSNorm divides a key k by its
-root mean square and multiplies it by gains g, so an error e of the key becomes, to first order, the
-error `g * e / rms(k)`. (Its component along k vanishes, which is neglected.) So the fit minimises
-
-    E sum over heads of |g * (W - B A) x|^2 / mean((W x)^2)
-
-With one weight for each token, the mean over its heads, that is a weighted principal component
-analysis of keys and values together. A weight for each head, alternating between A and B, brought
-no improvement; `benchmarks/qk_norm.py` measures what the weights bring.
+`W x` over calibration text: under the metric of what their errors do to the layer's outputs
+(`sensitivity`), or, if only a covariance is given, with values scaled to count for less than keys.
 """
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.convert.linear import (
@@ -28,16 +19,13 @@ from regard.convert.linear import (
     linear_of,
     rebuilt,
     refuse_unsupported,
-    rows_of,
     weight_and_bias,
 )
 from regard.convert.lossy.directions import directions_of
+from regard.convert.lossy.sensitivity import sensitivity
 from regard.hf.loading.offloaded import fetched
 from regard.layers.attention import Attention
 from regard.layers.latent_kv import LatentKVAttention
-
-AT_ONCE = 1024  # tokens converted to float64 at once, to bound memory
-SMALLEST = 1e-6  # of a head's mean square: a lower bound for that of one key, which may be zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +79,7 @@ def latentize(
     *,
     rank: int,
     covariance: Float[Tensor, "E E"],
-    inputs: Float[Tensor, "*N E"] | None = None,
+    inputs: Float[Tensor, "*N L E"] | None = None,
 ) -> Latentized:
     """The attention over a joint latent of `rank` elements a token, chosen by calibration.
 
@@ -100,8 +88,8 @@ def latentize(
         rank: of the latent; `2 * num_kv_heads * head_dim` is the size of GQA's cache.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`). A few
             thousand tokens are enough.
-        inputs: the inputs themselves. They improve the fit of a layer that norms its keys, and are
-            not used for others.
+        inputs: windows of the inputs themselves. They improve the fit: errors count by what they
+            do to the layer's outputs over them, and the covariance is theirs.
 
     Raises:
         ValueError: as `as_latent`, or if the rank or the covariance does not fit.
@@ -124,11 +112,8 @@ def latentize(
             f"covariance is of inputs of width {covariance.shape[0]}, the layer reads "
             f"{layer.hidden_size}; gather it with watch([layer])"
         )
-    covariance = covariance.to(weight.device)
-    if layer.k_norm is None:
-        up, down, lost = directions_of(weight, covariance, rank)
-    else:
-        up, down, lost = normed_directions(layer, weight, covariance, rank, inputs)
+    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
+    up, down, lost = directions_of(weight, covariance, rank, metric)
     return Latentized(_build(layer, down, up), lost)
 
 
@@ -168,57 +153,6 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
         "kv_b_proj": linear_of(up.to(dtype).contiguous(), bias.to(dtype) if biased else None),
     }
     return rebuilt(LatentKVAttention, arguments, children).train(layer.training)
-
-
-def normed_directions(
-    layer: Attention,
-    weight: Float64[Tensor, "R E"],
-    covariance: Float[Tensor, "E E"],
-    rank: int,
-    inputs: Float[Tensor, "*N E"] | None,
-) -> tuple[Float64[Tensor, "R rank"], Float64[Tensor, "rank E"], float]:
-    """As `directions_of`, for keys that `layer.k_norm` normalises after the projection.
-
-    `inputs` are those of the covariance; without them all tokens have the same weight.
-    """
-    energy = covariance.double() if inputs is None else _relative_energy(layer, inputs)
-    keys = weight[: len(weight) // 2]
-    scale = torch.cat([_scale(layer, keys, covariance.double()), weight.new_ones(len(keys))])
-    up, down, lost = directions_of(scale[:, None] * weight, energy, rank)
-    return up / scale[:, None], down, lost
-
-
-def _heads(layer: Attention) -> int:
-    """The number of norms of a token's keys: one per head, or one."""
-    return 1 if layer.norm_width else layer.num_kv_heads
-
-
-def _relative_energy(layer: Attention, inputs: Tensor) -> Float64[Tensor, "E E"]:
-    """`E[w x x^T]`, w being one over the mean square of a token's key, averaged over heads."""
-    rows, x = rows_of(layer, "k_proj"), inputs.flatten(0, -2)
-    parts = [
-        (some.double() @ rows[:, :-1].mT + rows[:, -1]).square().unflatten(-1, (_heads(layer), -1))
-        for some in x.split(AT_ONCE)
-    ]
-    squares = torch.cat([part.mean(-1) for part in parts])
-    weights = 1 / squares.maximum(SMALLEST * squares.mean(0))
-    weights = (weights / weights.mean(0)).mean(1)
-    total = rows.new_zeros(x.shape[-1], x.shape[-1])
-    for some, each in zip(x.split(AT_ONCE), weights.split(AT_ONCE), strict=True):
-        total += (each[:, None] * some.double()).mT @ some.double()
-    return total / len(x)
-
-
-def _scale(layer: Attention, keys: Tensor, covariance: Tensor) -> Float64[Tensor, " keys"]:
-    """The factor of an error in each channel: its gain over the size of its head's keys."""
-    squares = ((keys @ covariance) * keys).sum(1).unflatten(0, (_heads(layer), -1))
-    sizes = squares.mean(1, keepdim=True).expand_as(squares).flatten().clamp_min(1e-30).sqrt()
-    assert layer.k_norm is not None
-    norm = plain_norm(layer.k_norm)
-    if type(norm) is not nn.RMSNorm or norm.weight is None:
-        return 1 / sizes  # the gains of other norms are not known
-    gains = norm.weight.detach().double().abs().clamp_min(1e-6)
-    return gains.repeat(len(sizes) // len(gains)) / sizes
 
 
 def plain_norm(norm: nn.Module) -> nn.Module:

@@ -1,0 +1,220 @@
+"""What do conversions cost on kinds of text on which none of their constants was chosen?
+
+    python benchmarks/corpora.py texts
+    python benchmarks/elsewhere.py --corpora texts --docs
+    python benchmarks/elsewhere.py --corpora texts --published --docs         rules of papers, too
+    python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
+
+Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
+James Bible, Perl's manual, JavaScript and German, which took part neither in calibration nor in the
+choice of a constant (`cross_validating.py`). A figure is the perplexity divided by the model's own,
+with the 95 % interval of a bootstrap that draws the same windows for both. Windows are of 512
+tokens; calibration is on equally many tokens of each of eight other texts.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import finish, machine
+from converting import DOCS, INT8, told
+from corpora import ELSEWHERE, read, some
+from published_rules import RULES, care, care_ranks, separate
+
+from regard.cache import KVCache, QuantizedCache
+from regard.compare.frontiers import bootstrap
+from regard.compare.runner import Runner
+from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
+from regard.convert import Step, Target, convert, target_of, walk, watch, windows_of
+from regard.convert.measuring import dtype_name
+from regard.convert.texts import calibration, python_texts, python_topics
+from regard.hf import attention_modules, attention_of, fetch_smollm2, load
+from regard.hf.generating.predicting import losses_of
+from regard.hf.loading.checkpoints import stored_dtype
+from regard.hf.packages import quiet
+
+LENGTH = 512  # tokens of a window
+SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
+K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))
+
+
+class Row(NamedTuple):
+    """A row: its name, target, cache, and the published rule if it is not regard's."""
+
+    name: str
+    target: Target | None
+    cache: Any = KVCache
+    rule: str = ""
+
+
+def rows_for(shipped: Sequence[Any], stored: torch.dtype, published: bool) -> list[Row]:
+    """The rows that the model can have; those of papers if they are asked for."""
+
+    def chosen(to: str, **changes: Any) -> list[Target]:
+        try:
+            return [replace(target_of(to, shipped, dtype=stored, stored=stored), **changes)]
+        except ValueError as error:
+            print(f"no {to}: {error}")
+            return []
+
+    rows = [Row("as shipped", None), Row("int8 cache", None, INT8)]
+    rows += [Row("K8V4 cache", None, K8V4), Row("K4V4 cache", None, K4V4)]
+    latents = {share: chosen(f"latent-{share}") for share in (75, 50, 25)}
+    rows += [Row(f"latent, {share} %", t) for share, each in latents.items() for t in each]
+    rows += [Row(f"latent, {s} %, int8 cache", t, INT8) for s in (75, 50) for t in latents[s]]
+    rows += [Row(f"DeepSeek's form, {s} %", t) for s in (75, 50) for t in chosen(f"deepseek-{s}")]
+    if shipped[0].num_kv_heads > 1:
+        rows += [Row("MQA, aligned", t) for t in chosen("mqa")]
+    if not published:
+        return rows
+    for share in (75, 50):
+        for target in chosen(f"latent-{share}", refit=False):
+            rows.append(Row(f"latent, {share} %, output not refitted", target))
+            names = ("Palu, each head", "Palu and ReCalKV, all heads", "CARE")
+            rows += [Row(f"{name}, {share} %", target, rule=name) for name in names]
+        for target in chosen(f"deepseek-{share}", refit=False):
+            rows.append(Row(f"DeepSeek's form, {share} %, output not refitted", target))
+            rows += [Row(f"{name}, {share} %", target, rule=name) for name in RULES]
+    return rows
+
+
+def by_rule(row: Row, model: Any, shipped: Sequence[Any], tokens: torch.Tensor) -> Any:
+    """The function that converts a layer by a published rule, without another fit."""
+    target, rule = row.target, row.rule
+    assert target is not None
+    if rule in RULES:
+        sizes = {"rank": target.rank, "rope_dim": target.rope_dim}
+        return lambda step: RULES[rule](attention_of(step.module), moments(step), **sizes).layer
+    if rule == "CARE":
+        with watch(list(attention_modules(model).values())) as found:
+            for window in tokens:
+                model.base_model(input_ids=window[None], use_cache=False)
+        ranks = care_ranks(shipped, [each.covariance for each in found], target.rank)
+        return lambda step: care(attention_of(step.module), moments(step), ranks[step.index])
+    groups = shipped[0].num_kv_heads if rule == "Palu, each head" else 1
+    return lambda step: separate(
+        attention_of(step.module), moments(step), rank=target.rank, groups=groups
+    )
+
+
+def moments(step: Step) -> torch.Tensor:
+    """The covariance of a layer's inputs."""
+    return step.moments.covariance
+
+
+def losses(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The loss of every token of the windows, `[N, T]`, and the caches that were filled."""
+    runner, found = Runner(model, layers, cache=cache), []
+    for window in windows:
+        runner.reset()
+        found.append(losses_of(model, runner.hidden(window[None])[0], window))
+    return torch.stack(found), runner.caches
+
+
+def measure(
+    model: Any,
+    rows: Sequence[Row],
+    tokens: torch.Tensor,
+    texts: dict[str, dict[str, torch.Tensor]],
+    stored: torch.dtype,
+) -> Iterator[dict[str, Any]]:
+    """Convert to all targets with the same calibration text, then measure row by row."""
+    shipped = [attention_of(module) for module in attention_modules(model).values()]
+    own = list(dict.fromkeys(r.target for r in rows if r.target is not None and not r.rule))
+    made: dict[Any, Any] = {
+        (each.target, ""): each.layers for each in convert(model, own, tokens, progress=told)
+    }
+    named = [row for row in rows if row.rule]
+    makes = [by_rule(row, model, shipped, tokens) for row in named]
+    for row, layers in zip(named, walk(model, tokens, makes) if makes else [], strict=True):
+        made[row.target, row.rule] = layers
+    base: dict[str, torch.Tensor] = {}
+    whole = 0.0
+    for row in rows:
+        layers = made.get((row.target, row.rule), shipped)
+        found = {
+            name: losses(model, layers, row.cache, windows)
+            for group in texts.values()
+            for name, windows in group.items()
+        }
+        base = base or {name: each for name, (each, _) in found.items()}
+        storage = storage_of(next(iter(found.values()))[1])
+        assert storage is not None
+        shapes, dtype = tuple(map(shape_of, layers)), dtype_name(stored)
+        nbytes = bytes_of_caches(shapes, storage, context=LENGTH, dtype=dtype)
+        whole = whole or nbytes
+        result: dict[str, Any] = {"method": row.name, "cache": nbytes / whole}
+        for name, group in texts.items():
+            mine, others = (
+                torch.cat([each[text] for text in group])
+                for each in ({text: one for text, (one, _) in found.items()}, base)
+            )
+            result[name] = asdict(bootstrap(mine, others))
+        result["texts"] = {
+            text: float((each.mean() - base[text].mean()).exp())
+            for text, (each, _) in found.items()
+        }
+        print(line(result), flush=True)
+        yield result
+
+
+def line(result: dict[str, Any]) -> str:
+    """A row of the table, as the page has it."""
+    groups = [result[name] for name in ("own", "elsewhere")]
+    ratios = [f"{r['value']:.3f} ({r['low']:.3f}-{r['high']:.3f})" for r in groups]
+    each = [f"{value:.3f}" for name, value in result["texts"].items() if name in ELSEWHERE]
+    return f"| {result['method']} | {result['cache']:.0%} | {' | '.join([*ratios, *each])} |"
+
+
+def windows_for(tokenizer: Any, texts: dict[str, str], most: int) -> dict[str, torch.Tensor]:
+    """Windows of each text, from the same share of its length."""
+    return {
+        name: windows_of(tokenizer, [text[int(SKIPPED * len(text)) :]], length=LENGTH, most=most)
+        for name, text in texts.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--corpora", type=Path, required=True, help="that corpora.py has written")
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct if none is given")
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of rows")
+    parser.add_argument("--published", action="store_true", help="rules of papers, too")
+    parser.add_argument("--windows", type=int, default=2, help="of each text, to measure on")
+    parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
+    parser.add_argument("--docs", action="store_true", help="keep the rows for the page")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    path = options.model or fetch_smollm2()
+    with quiet():
+        model, tokenizer = load(path)
+    measured, training = read(options.corpora)
+    groups = {
+        "own": {"manual": python_topics()[1], **measured},
+        "elsewhere": some(options.corpora, ELSEWHERE),
+    }
+    texts = {name: windows_for(tokenizer, each, options.windows) for name, each in groups.items()}
+    kinds = [*python_texts(), *training.values()]
+    tokens = calibration(tokenizer, kinds, windows=options.calibration, length=LENGTH)
+    shipped = [attention_of(module) for module in attention_modules(model).values()]
+    stored = stored_dtype(path)
+    rows = [
+        row
+        for row in rows_for(shipped, stored, options.published)
+        if row.name == "as shipped" or options.only in row.name
+    ]
+    results = list(measure(model, rows, tokens, texts, stored))
+    if options.docs:
+        found = {"benchmark": "elsewhere", "machine": machine(), "model": path.name}
+        found |= {"calibration_tokens": tokens.numel(), "results": results}
+        (DOCS / "elsewhere.json").write_text(json.dumps(found, indent=1) + "\n")
+    finish("elsewhere", results)
+
+
+if __name__ == "__main__":
+    main()

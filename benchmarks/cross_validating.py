@@ -90,7 +90,7 @@ def converted(layer: Any, form: str, x: torch.Tensor, stored: torch.dtype) -> An
     target = target_of(form, [layer], dtype=stored, stored=stored)
     moments = moments_of(x)
     if target.kind == "heads":
-        return regroup(layer, 1, covariance=moments.augmented, inputs=x).layer
+        return regroup(layer, 1, covariance=moments.augmented).layer
     if target.kind == "exact-rope":
         return latentize(layer, rank=target.rank, covariance=moments.covariance, inputs=x).layer
     sizes = {"rank": target.rank, "rope_dim": target.rope_dim}
@@ -161,7 +161,7 @@ def main() -> None:
                 shown = "  ".join(f"{kind} {value:.3f}" for kind, value in kinds.items())
                 here = "present" if value == present else ""
                 print(
-                    f"{form:<12}{name:<10}{value:<8}{row['error']:.4f}  {ratio:.3f}  {shown}  {here}",
+                    f"{form:<12}{name:<10}{value:<8}{row['error']:.4f} {ratio:.3f}  {shown} {here}",
                     flush=True,
                 )
                 rows.append(row)

@@ -1,15 +1,16 @@
 """What do conversions cost on kinds of text on which none of their constants was chosen?
 
     python benchmarks/corpora.py texts
-    python benchmarks/elsewhere.py --corpora texts --docs
-    python benchmarks/elsewhere.py --corpora texts --published --docs         rules of papers, too
+    python benchmarks/elsewhere.py --corpora texts --published --keep docs/elsewhere.json
+    python benchmarks/elsewhere.py --corpora texts --only "latent, 50" --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
 James Bible, Perl's manual, JavaScript and German, which took part neither in calibration nor in the
 choice of a constant (`cross_validating.py`). A figure is the perplexity divided by the model's own,
 with the 95 % interval of a bootstrap that draws the same windows for both. Windows are of 512
-tokens; calibration is on equally many tokens of each of eight other texts.
+tokens; calibration is on equally many tokens of each of eight other texts. `--keep` adds the rows
+to those that a file has already, in place of rows of the same names.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import finish, machine
-from converting import DOCS, INT8, told
+from converting import INT8, told
 from corpora import ELSEWHERE, read, some
 from published_rules import RULES, care, care_ranks, separate
 
@@ -179,6 +180,15 @@ def windows_for(tokenizer: Any, texts: dict[str, str], most: int) -> dict[str, t
     }
 
 
+def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> None:
+    """Add the rows to the file, in place of rows of the same names."""
+    there = json.loads(path.read_text())["results"] if path.exists() else []
+    rows = {row["method"]: row for row in (*there, *results)}
+    found = {"benchmark": "elsewhere", "machine": machine(), "model": model}
+    found |= {"calibration_tokens": tokens, "results": [*rows.values()]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpora", type=Path, required=True, help="that corpora.py has written")
@@ -187,7 +197,7 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="rules of papers, too")
     parser.add_argument("--windows", type=int, default=2, help="of each text, to measure on")
     parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
-    parser.add_argument("--docs", action="store_true", help="keep the rows for the page")
+    parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     path = options.model or fetch_smollm2()
@@ -209,10 +219,8 @@ def main() -> None:
         if row.name == "as shipped" or options.only in row.name
     ]
     results = list(measure(model, rows, tokens, texts, stored))
-    if options.docs:
-        found = {"benchmark": "elsewhere", "machine": machine(), "model": path.name}
-        found |= {"calibration_tokens": tokens.numel(), "results": results}
-        (DOCS / "elsewhere.json").write_text(json.dumps(found, indent=1) + "\n")
+    if options.keep is not None:
+        keep(options.keep, results, path.name, tokens.numel())
     finish("elsewhere", results)
 
 

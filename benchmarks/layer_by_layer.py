@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,14 @@ def converted(folder: Path, to: str, windows: int, out: Path) -> dict[str, Any]:
 
     target = target_of(to, shipped, dtype=torch.bfloat16, stored=torch.bfloat16)
     (made,) = convert(model, [target], tokens, progress=told)
-    before = time.perf_counter()
+    writing = time.perf_counter()
     save(place(model, made.layers), None, out, card="", report={}, dtype=torch.bfloat16)
-    seconds = [b - a for a, b in zip(reached, reached[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(reached)]
     return {
         "target": str(target),
         "load_s": loaded - started,
         "layer_s": seconds,
-        "write_s": time.perf_counter() - before,
+        "write_s": time.perf_counter() - writing,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
     }
 
@@ -149,7 +150,7 @@ def main() -> None:
     }
     print(
         f"{options.shape}, {parameters / 1e9:.2f}B parameters in {layers} of {whole} layers, to "
-        f"{row['target']}: {each:.1f} s a layer, {row['seconds']:.0f} s for {whole} layers, at most "
+        f"{row['target']}: {each:.1f} s a layer, {row['seconds']:.0f} s for {whole}, at most "
         f"{row['peak_gib']:.2f} GiB, {row['calibration_tokens']:,} tokens of calibration"
     )
     finish("layer_by_layer", [row])

@@ -107,6 +107,22 @@ def test_layers_with_shared_counts_have_the_same_frequencies():
     assert found[0].rope == found[1].rope
 
 
+@torch.no_grad()
+def test_outputs_over_other_text_are_nearer_if_errors_count_by_them():
+    better = 0
+    for seed in range(9):
+        torch.manual_seed(seed)
+        layer = made("GQA")
+        x, other = torch.randn(2, 30, 10, WIDTH, dtype=torch.float64) * torch.linspace(
+            0.1, 1, WIDTH
+        )
+        sizes = {"rank": WIDTH - 3, "rope_dim": 6, "covariance": covariance_of(x)}
+        fits = [decouple(layer, **sizes, inputs=given).layer for given in (x, None)]
+        errors = [float((each(other) - layer(other)).square().mean()) for each in fits]
+        better += errors[0] < errors[1]
+    assert better >= 7
+
+
 @pytest.mark.parametrize(
     ("options", "wanted", "message"),
     [

@@ -96,21 +96,15 @@ class Decoupled:
     lost: float
 
 
-def components(
-    layer: Attention,
-    covariance: Float[Tensor, "E E"],
-    metric: Float64[Tensor, "R R"] | None = None,
-) -> Components:
+def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components:
     """The keys of a layer in components that are uncorrelated over the calibration text.
 
-    A head's weight is the energy of its queries, or its part of the metric. A component's harm is
-    its energy times the share that no constant in place of the rotation preserves, over distances
-    of up to 512 tokens.
+    A head's weight is the energy of its queries. A component's harm is its energy times the share
+    that no constant in place of the rotation preserves, over distances of up to 512 tokens.
 
     Args:
         layer: MHA, GQA or MQA with a rotary embedding.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
-        metric: of errors of keys stacked on values, from `sensitivity`.
 
     Raises:
         ValueError: if the layer has no rotary embedding, or its frequencies change with the length.
@@ -124,8 +118,7 @@ def components(
         torch.Size([2, 2])
     """
     keys, frequencies = rotary_keys(layer)
-    energy = query_energy(layer, covariance) if metric is None else pair_energy(layer, metric)
-    weight = energy.clamp_min(LEAST).sqrt().mT[..., None]
+    weight = query_energy(layer, covariance).clamp_min(LEAST).sqrt().mT[..., None]
     weighted = weight * keys  # [freq, heads, E1]
     energies, basis = torch.linalg.eigh(energy_of(weighted, covariance))
     energies, basis = energies.flip(-1).clamp_min(0.0), basis.flip(-1)
@@ -151,14 +144,6 @@ def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads
     queries, _ = split_rotary(rows_of(layer, "q_proj"), layer.head_dim, layer.rope)
     energy = energy_of(queries[..., None, :], covariance).real[..., 0, 0]
     return energy.unflatten(0, (layer.num_kv_heads, -1)).sum(1)
-
-
-def pair_energy(layer: Attention, metric: Tensor) -> Float64[Tensor, "heads freq"]:
-    """The energy of the gradients by the two channels of each head's keys at each frequency."""
-    assert isinstance(layer.rope, Rotary)
-    keys = metric.diagonal()[: len(metric) // 2, None]
-    pairs, _ = split_rotary(keys, layer.head_dim, layer.rope)
-    return (pairs.real + pairs.imag)[..., 0]
 
 
 def average_rotation(frequencies: Tensor) -> Complex128[Tensor, " freq"]:
@@ -226,12 +211,12 @@ def decouple(
         ('MLA', True)
     """
     refuse_unsupported(layer, "DeepSeek's MLA")
-    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
-    found = components(layer, covariance, metric)
+    found = components(layer, covariance)
     if counts is None:
         rotated = largest(found.harm, rope_dim)
     else:
         rotated = _by_counts(found, rope_dim, counts)
+    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
     return from_components(layer, found, rotated, rank=rank, covariance=covariance, metric=metric)
 
 

@@ -71,7 +71,6 @@ def regroup(
     *,
     covariance: Float[Tensor, "E E"] | None = None,
     method: Method = "aligned",
-    inputs: Float[Tensor, "*N L E"] | None = None,
 ) -> Regrouped:
     """The attention with fewer key and value heads, GQA or MQA; lossy, so measure the result.
 
@@ -82,8 +81,8 @@ def regroup(
             `Moments.augmented` where projections have biases).
         method: `"aligned"` needs the covariance. `"mean"` and `"first"` are the GQA paper's mean
             pooling and first head (Ainslie et al. 2023, arXiv:2305.13245): their models need
-            training to be usable.
-        inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
+                training
+            to be usable.
 
     Raises:
         ValueError: if the heads do not divide, there is no covariance, or keys are normed: a norm

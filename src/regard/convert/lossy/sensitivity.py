@@ -1,47 +1,43 @@
 """How strongly a layer's outputs react to errors of its keys and values, measured on text.
 
 An error e of the keys and values of one token changes the layer's outputs by J e, J being the
-Jacobian of the outputs. The gradient g of the outputs' sum with random signs has `E[g g^T] = J^T J`,
-so one backward pass estimates the squared change `|J e|^2` of any error, whatever is between keys
-and outputs: rotation, norms, softmax, the output projection. Its mean over tokens is the metric of
+Jacobian of the outputs. The gradient g of their sum with random signs has `E[g g^T] = J^T J`, so
+one backward pass estimates the squared change `|J e|^2` of any error, whatever is between keys and
+outputs: rotation, norms, softmax, the output projection. Its mean over tokens is the metric of
 errors, and tokens that outputs depend on more count more in the covariance of the inputs. Together
 they approximate `E[(g^T D x)^2]`, the squared change by an error D of the projections' weights, as
 the trace of `metric D covariance D^T` (the factors of K-FAC, Martens and Grosse 2015,
 arXiv:1503.05671), of which low-rank approximations are known in closed form.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float, Float64
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from regard.layers.attention import Attention
 
 SHRINKAGE = 0.1  # of its diagonal, added to the metric: what two channels share is known less well
 
 
-class Sensitivity(NamedTuple):
-    """The metric of errors of keys stacked on values, and the covariance of the inputs, with a 1
-    appended for biases, of tokens weighted by how much the outputs depend on them."""
+def sensitivity(
+    layer: Attention, inputs: Float[Tensor, "*N L E"]
+) -> tuple[Float64[Tensor, "R R"], Float64[Tensor, "E1 E1"]]:
+    """The metric of errors of keys stacked on values, and the covariance of the inputs.
 
-    metric: Float64[Tensor, "R R"]
-    covariance: Float64[Tensor, "E1 E1"]
-
-
-def sensitivity(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Sensitivity:
-    """Measure the sensitivity of a layer's outputs to its keys and values.
+    Keys are those before norm and rotation. Tokens of the covariance have the weights of how much
+    the outputs depend on them, and a 1 appended for biases.
 
     Args:
-        layer: MHA, GQA or MQA. Keys are those before norm and rotation.
+        layer: MHA, GQA or MQA.
         inputs: of the layer over some text; windows of it.
 
     Examples:
         >>> import torch
         >>> from regard import GroupedQueryAttention
         >>> from regard.convert.lossy.sensitivity import sensitivity
-        >>> found = sensitivity(GroupedQueryAttention(16, 4, 2), torch.randn(2, 8, 16))
-        >>> found.metric.shape, found.covariance.shape
+        >>> metric, covariance = sensitivity(GroupedQueryAttention(16, 4, 2), torch.randn(2, 8, 16))
+        >>> metric.shape, covariance.shape
         (torch.Size([16, 16]), torch.Size([17, 17]))
     """
     chance = torch.Generator().manual_seed(0)
@@ -51,24 +47,22 @@ def sensitivity(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Sensitivit
     metric += SHRINKAGE * metric.diagonal().clamp_min(1e-300).diag()
     weights = (torch.linalg.solve(metric, gradients.mT).mT * gradients).sum(1)
     weights = weights / weights.mean() if float(weights.sum()) > 0 else torch.ones_like(weights)
-    x = torch.nn.functional.pad(windows.flatten(0, 1).double(), (0, 1), value=1.0)
-    return Sensitivity(metric, (weights[:, None] * x).mT @ x / len(x))
+    x = F.pad(windows.flatten(0, 1).double(), (0, 1), value=1.0)
+    return metric, (weights[:, None] * x).mT @ x / len(x)
 
 
 def _gradient(layer: Attention, window: Tensor, chance: torch.Generator) -> Tensor:
     """The gradient of the outputs' sum with random signs by the keys and values, `[L, R]`."""
-    leaves: list[Tensor] = []
+    leaves: dict[nn.Module, Tensor] = {}
 
-    def replace(module: torch.nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        leaves.append(out.detach().requires_grad_())
-        return leaves[-1]
+    def cut(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return leaves.setdefault(module, out.detach().requires_grad_())
 
-    hooks = [each.register_forward_hook(replace) for each in (layer.k_proj, layer.v_proj)]
-    try:
-        with torch.enable_grad():
-            out = layer(window[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = [each.register_forward_hook(cut) for each in (layer.k_proj, layer.v_proj)]
+    with torch.enable_grad():
+        out = layer(window[None])
+    for hook in hooks:
+        hook.remove()
     signs = torch.randint(2, out.shape, generator=chance).to(out) * 2 - 1
-    return torch.cat(torch.autograd.grad(out, leaves, signs), -1)[0]
+    wanted = (leaves[layer.k_proj], leaves[layer.v_proj])
+    return torch.cat(torch.autograd.grad(out, wanted, signs), -1)[0]

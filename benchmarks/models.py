@@ -331,7 +331,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the tables of the guide")
     options = parser.parse_args()
     began = time.perf_counter()
-    surveyed("llama")  # the processes of all others begin with the modules that it imports
+    if not options.read:
+        surveyed("llama")  # the processes of all others begin with the modules that it imports
     rows = json.loads(options.read.read_text()) if options.read else []
     for name in () if options.read else options.only or models():
         rows.append(bounded(name))

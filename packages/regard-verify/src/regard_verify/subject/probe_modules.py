@@ -153,13 +153,13 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    refusal = SubjectError(
+    unusable = SubjectError(
         f"it could not be called with x [B, L, {width}]: {summary(failures)}; if it takes other "
         "inputs, name a function or module that calls it with x alone; if it takes these, declare "
         f"width={width}: an error is a broken law then"
     )
-    refusal.tried = () if isinstance(call.module, Adapter) else errors
-    raise refusal
+    unusable.tried = () if isinstance(call.module, Adapter) else errors
+    raise unusable
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:

@@ -62,7 +62,7 @@ def test_more_ranks_need_less_memory_and_no_less_than_their_share_of_the_time():
 
 
 def test_a_link_of_any_rate_costs_nothing_where_messages_are_hidden():
-    slow = MODEL.Link(1e9, 0.0)
+    slow = model.Link(1e9, 0.0)
     tin = model.Cluster(device_of("h200"), slow, slow)
     assert model.prefill(model.GQA, tin, 10_000_000, 8).seconds == pytest.approx(
         model.prefill(model.GQA, H200, 10_000_000, 8).seconds, rel=1e-3

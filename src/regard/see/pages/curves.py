@@ -190,7 +190,7 @@ def _curves(figures: Sequence[_Figure], context: int, memory: int, beyond: int |
             f'<div class="chart" id="curves-{number}" role="img" aria-label="Curves: '
             f"{escape(each.heading.lower())} against tokens of context. The table below has the "
             'same figures."></div>\n</figure>\n'
-            f"<details><summary>Table: {escape(each.heading.lower())}</summary>\n"
+            f"<details><summary>Table: {escape(each.heading)}</summary>\n"
             f"{table(each.heading, ['tokens', *each.lines], rows)}</details>\n"
         )
         drawn[f"curves-{number}"] = charts.curves(

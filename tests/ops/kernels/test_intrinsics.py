@@ -208,6 +208,14 @@ def test_halves_reads_the_words_at_an_address():
     assert call(x.ctypes.data) == -5
 
 
+def test_octets_reads_the_bytes_at_an_address():
+    @numba.njit
+    def call(address):
+        return intrinsics.octets(address)[2]
+
+    assert call(np.array([3, 4, 250], np.uint8).ctypes.data) == 250
+
+
 def test_fused_rounds_once():
     @numba.njit
     def call(a, b, c):
@@ -220,5 +228,5 @@ def test_fused_rounds_once():
 def test_every_intrinsic_has_its_test():
     found = {name for name, x in vars(intrinsics).items() if type(x).__name__ == "_Intrinsic"}
     tested = " ".join(name for name in globals() if name.startswith("test_"))
-    assert len(found) == 22
+    assert len(found) == 23
     assert all(name in tested for name in found)

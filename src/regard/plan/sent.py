@@ -12,7 +12,7 @@ one, or, where the work must be balanced, of twice as many the pieces `rank` and
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from regard.plan.cache_bytes import token_bytes
 from regard.plan.shapes import STORAGES, LayerShape, Workload, replicas
@@ -270,14 +270,14 @@ def moved_tokens(
         return _moved(context if reach is None else reach, balanced, context, ranks, rank)
     if reach is not None:
         raise ValueError(
-            "what a window or chunks need sent is known of causal layers only; a layer that is not "
-            "causal, without them, needs all tokens"
+            "the tokens that a window or chunks need are known of causal layers only; a layer that "
+            "is not causal, without them, needs all tokens"
         )
     held = sum(map(len, _pieces(balanced, context, ranks, rank)))
     return (ranks - 1) * held, context - held
 
 
-@cache
+@lru_cache(4096)
 def _moved(reach: int, balanced: bool, context: int, ranks: int, rank: int) -> tuple[int, int]:
     """Tokens sent and received under a causal mask that shows `reach` earlier tokens."""
     own = _pieces(balanced, context, ranks, rank)

@@ -111,6 +111,7 @@ def caches(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "static": ("static", {"max_length": length}),
         "int8": ("quantized", {"bits": 8}),
         "int4": ("quantized", {"bits": 4, "group": 32}),
+        "K8V4": ("k8v4", {}),
     }
 
 

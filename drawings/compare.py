@@ -28,7 +28,7 @@ LABELS = {  # the name of a row: what is written, points right and above, alignm
     "MHA, spelled out": ("MHA", (0, -24), "center"),
     "MQA, aligned": ("MQA", (11, -5), "left"),
     "joint latent, 75 %": ("75 %", (10, 3), "left"),
-    "joint latent, 50 %": ("joint latent, 50 %", (11, -1), "left"),
+    "joint latent, 50 %": ("joint latent, 50 %", (-4, 10), "left"),
     "DeepSeek's MLA, 50 %": ("DeepSeek's MLA, 50 %", (11, -5), "left"),
     "DeepSeek's MLA, 50 %, int8 cache": ("DeepSeek's MLA,\n50 %, int8 cache", (9, 7), "left"),
 }

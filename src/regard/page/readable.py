@@ -45,7 +45,7 @@ def three_digits(value: float) -> str:
     """Three digits of a number; of large numbers all digits before the point.
 
     Examples:
-        >>> [three_digits(each) for each in (12_345.6, 1.2345, 0.0001234, 0)]
+        >>> [three_digits(each) for each in (12_345.6, 1.2345, 0.0001234, 0.0)]
         ['12,346', '1.23', '1e-04', '0']
     """
     if value == 0 or value >= 100:

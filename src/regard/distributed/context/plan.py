@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class ContextParallel:
             for name in (*REPLACED, "context_parallel"):
                 layer.__dict__.pop(name, None)
 
-    def __deepcopy__(self, memo: object) -> Self:
+    def __deepcopy__(self, memo: object) -> "ContextParallel":
         return self  # a copy of a layer has the same ranks: process groups are not copied
 
     def __repr__(self) -> str:

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import torch
 
-from regard.cache.quantized import QuantizedCache, streams_with_room
 from regard.compare.candidates import Candidate, as_shipped
 from regard.layers.attention import Attention
 from regard.masks import Causal
-from regard.ops.backends.fused import DTYPES
 
 
 @contextmanager
@@ -58,8 +56,7 @@ def kernels_ahead(
 def compile_kernels(
     model: Path, candidates: Sequence[Candidate], *, context: int, dtype: str | None = None
 ) -> None:
-    """Decode two tokens of one layer, with the cache of each row without a conversion: the first as
-    any call, the second as a step that repeats it."""
+    """Decode one token of one layer, with the cache of each row without a conversion."""
     from regard.hf.generating.caches import maker_of
 
     config = json.loads((model / "config.json").read_text())
@@ -74,20 +71,3 @@ def compile_kernels(
             cache = maker_of(each.cache)(None)
             cache.update(keys, keys)
             layer(keys[:, 0, :1], cache=cache)
-            if isinstance(cache, QuantizedCache):
-                _compile_step(layer, cache)
-
-
-def _compile_step(layer: Attention, cache: QuantizedCache) -> None:
-    """Take one step of an installed module of the layer's sizes, if compiled code runs it."""
-    from regard.ops.kernels.encoding import codes_of
-    from regard.ops.kernels.stepping import Plan
-
-    keys, values = streams_with_room(cache)
-    codes, dtype = codes_of((keys, values)), layer.q_proj.weight.dtype
-    if codes is None or dtype not in DTYPES:
-        return
-    heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    q, k = (torch.zeros(1, count, 1, width, dtype=dtype) for count in (heads, kv_heads))
-    plan = Plan.of(dtype, 1, heads, kv_heads, width, width, *codes)
-    plan.run(q, k, k, keys, values, cache.length, scale=1.0)

@@ -82,3 +82,15 @@ def test_the_same_inputs_give_the_same_bits():
     layer, x = attention(2, num_kv_heads=1), torch.randn(2, 5, WIDTH)
     for one, other in zip(sensitivity(layer, x), sensitivity(layer, x), strict=True):
         assert torch.equal(one, other)
+
+
+def test_modes_and_defaults_of_the_caller_do_not_matter():
+    layer, x = attention(2, num_kv_heads=1), torch.randn(2, 5, WIDTH)
+    expected = sensitivity(layer, x)
+    with torch.inference_mode():
+        made_there = x + 0
+        found = [sensitivity(layer, made_there)]
+    with torch.device("meta"):
+        found.append(sensitivity(layer, x))
+    for each in found:
+        assert all(torch.equal(one, other) for one, other in zip(each, expected, strict=True))

@@ -59,7 +59,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("width", "value_width"), [(16, 48), (64, 64), (80, 16)])
+@pytest.mark.parametrize(("width", "value_width"), [(80, 48), (64, 64)])
 def test_a_step_over_codes_writes_those_of_the_cache_and_attends_to_them(
     dtype, form, width, value_width
 ):
@@ -77,10 +77,12 @@ def test_a_step_over_codes_writes_those_of_the_cache_and_attends_to_them(
     (part,) = twin.update(k, v)
     for buffer, other in zip(cache.buffers, twin.buffers, strict=True):
         assert buffer[:, :, :30].equal(other[:, :, :30])
-    steps = [each.scales[..., ::2].float().amax().item() for each in part.stored]
-    read = [each.narrow(0, 31).to_tensor() for each in streams_with_room(cache)]
-    for got, expected, step in zip(read, part.streams, steps, strict=True):
-        assert (got.double() - expected.double()).abs().amax() <= 1.01 * step * width**0.5
+    for mine, other in zip(streams_with_room(cache), part.stored, strict=True):
+        got, expected = (
+            each._replace(rotation=()).to_tensor() for each in (mine.narrow(0, 31), other)
+        )
+        step = other.scales[..., ::2].float().amax()
+        assert (got - expected).abs().amax() <= 2.01 * step  # a code, and a scale, one unit apart
     if form.startswith("int"):
         assert all(a.equal(b) for a, b in zip(cache.buffers, twin.buffers, strict=True))
     exact = [each.narrow(0, 31)._replace(dtype=torch.float64) for each in streams_with_room(cache)]

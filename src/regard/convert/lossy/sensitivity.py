@@ -40,7 +40,7 @@ def sensitivity(
         >>> metric.shape, covariance.shape
         (torch.Size([16, 16]), torch.Size([17, 17]))
     """
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator("cpu").manual_seed(0)
     windows = inputs.reshape(-1, *inputs.shape[-2:])
     gradients = torch.cat([_gradient(layer, window, chance) for window in windows]).double()
     metric = gradients.mT @ gradients / len(gradients)
@@ -59,10 +59,10 @@ def _gradient(layer: Attention, window: Tensor, chance: torch.Generator) -> Tens
         return leaves.setdefault(module, out.detach().requires_grad_())
 
     hooks = [each.register_forward_hook(cut) for each in (layer.k_proj, layer.v_proj)]
-    with torch.enable_grad():
-        out = layer(window[None])
+    with torch.inference_mode(False), torch.enable_grad():
+        out = layer(window.clone()[None])  # a tensor of inference mode cannot be saved for backward
     for hook in hooks:
         hook.remove()
-    signs = torch.randint(2, out.shape, generator=chance).to(out) * 2 - 1
+    signs = torch.randint(2, out.shape, generator=chance, device="cpu").to(out) * 2 - 1
     wanted = (leaves[layer.k_proj], leaves[layer.v_proj])
     return torch.cat(torch.autograd.grad(out, wanted, signs), -1)[0]

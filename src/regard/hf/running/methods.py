@@ -24,9 +24,10 @@ def can_attend(module: Any) -> bool:
     own = getattr(type(module), NAME, None)
     if own is None or not any(hasattr(module, each) for each in DIVISORS):
         return False
-    made = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 2, tokens, 4, generator=made) for tokens in (3, 5, 5))
-    mask = torch.zeros(2, 1, 3, 5)
+    made = torch.Generator("cpu").manual_seed(0)
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    q, k, v = (torch.randn(2, 2, tokens, 4, generator=made, **plain) for tokens in (3, 5, 5))
+    mask = torch.zeros(2, 1, 3, 5, **plain)
     mask[0, ..., :2] = torch.finfo(mask.dtype).min
     heads = [each.to(next(module.parameters()).device) for each in (q, k, v, mask)]
     with undisturbed(module):

@@ -44,14 +44,8 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     at = visible(module, attention_mask, query.shape[2], key.shape[2])
     divisor = next(getattr(module, each) for each in DIVISORS if hasattr(module, each))
-    dropout = next(each.p for each in module.children() if isinstance(each, nn.Dropout))
-    keys = Keys.of(one_part(key, value))
-    call = described(
-        query,
-        keys,
-        at,
-        scale=1 / float(divisor),
-        dropout=dropout if module.training else 0.0,
-        precision=precision_of(module),
-    )
+    rate = next(each.p for each in module.children() if isinstance(each, nn.Dropout))
+    rate, precision = rate if module.training else 0.0, precision_of(module)
+    keys, scale = Keys.of(one_part(key, value)), 1 / float(divisor)
+    call = described(query, keys, at, scale=scale, dropout=rate, precision=precision)
     return attended(call, query, keys, {})

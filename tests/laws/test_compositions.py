@@ -54,6 +54,7 @@ FEW = ("GQA", "window", "MLA absorbed", "latent KV")
         if cache not in ROUNDING and (LONG or (layer in FEW and cache.startswith("pages")))
     ],
 )
+@pytest.mark.usefixtures("unchecked")  # the other laws check annotations of the same calls
 def test_one_forward_is_chunks_is_token_by_token(layer, cache):
     layer, x = make(layer), inputs(2, TOKENS)
     with torch.no_grad():

@@ -6,6 +6,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from ranks import on_ranks
 from regard import Causal, Padding, SlidingWindow
+from regard.distributed.context.plan import ContextParallel
+from regard.distributed.context.sending import Call
 from regard.distributed.models_attention import ShardedCall
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
@@ -14,7 +16,8 @@ from split_models import batch_of, model_of
 
 
 def _call(mesh, mask=EVERYTHING):
-    return ShardedCall(Ranks(mesh), Shards(7, 2), torch.arange(4)[None], mask)
+    plan = ContextParallel(Ranks(mesh), "zigzag", "ring", ())
+    return ShardedCall(plan, Call(mask, Shards(7, 2), torch.arange(4)[None], 6))
 
 
 def _through_transformers(mesh):
@@ -44,7 +47,7 @@ def _masks(mesh):
     assert call.with_pattern(Causal()) is call.with_pattern(Causal())
     assert call.with_pattern(Causal()) == Causal() & padding
     assert call.with_pattern(windowed) != call.with_pattern(Causal())
-    return call.span.num_queries, call.span.num_keys
+    return call.call.span.num_queries, call.call.span.num_keys
 
 
 def test_layers_of_one_pattern_share_a_mask():

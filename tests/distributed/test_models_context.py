@@ -225,7 +225,7 @@ def test_wrong_calls_raise_on_every_rank():
             assert expected in told[name]
             assert told[name].startswith("every rank: ")
         assert told["unequal rows"].startswith("the ranks differ in rows: rank 0 1, rank 1 2")
-        assert "[3, 5] tokens, the shards of a sequence of 8 are [4, 4]" in told["not a shard"]
+        assert "here [4, 4] of 8 in layout='zigzag', got [3, 5]" in told["not a shard"]
         assert told["one rank"].startswith("rank 1: a context-parallel LlamaForCausalLM takes no")
         assert "does not generate" in told["generate"]
         assert "call the model that context_parallel was given" in told["alone"]

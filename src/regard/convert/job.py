@@ -25,6 +25,7 @@ from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.hf.loading.checkpoints import load, skeleton, stored_dtype
 from regard.hf.placing.place import has_placed_layers, place
+from regard.rates import processor
 
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts"  # name of the default calibration texts in the report
@@ -224,7 +225,7 @@ def _placed(job: Job, model: Any, converted: Converted) -> Any:
 def _healed(
     job: Job, student: Any, windows: Tensor, recipe: Recipe | None, progress: Progress
 ) -> Healing:
-    recipe = recipe or Recipe(autocast=_faster_dtype())
+    recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
@@ -235,17 +236,12 @@ def _healed(
     return Healing(done.seconds / 60, done.steps, done.tokens, done.losses)
 
 
-def _faster_dtype() -> torch.dtype | None:
-    """bfloat16 if matrix products are faster in it than in float32 on this machine, else None."""
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(512, 512, dtype=dtype)
-        x @ x
-        started = time.perf_counter()
-        for _ in range(4):
-            x @ x
-        seconds[dtype] = time.perf_counter() - started
-    return torch.bfloat16 if seconds[torch.bfloat16] < seconds[torch.float32] else None
+def _fast_dtype(device: str) -> torch.dtype | None:
+    """bfloat16 where the device has products of it, else None."""
+    if device != "cpu":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+    instructions = set(" ".join(processor()).lower().split())
+    return torch.bfloat16 if instructions & {"avx512_bf16", "amx_bf16", "bf16"} else None
 
 
 def _state(job: Job) -> Path:

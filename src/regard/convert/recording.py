@@ -1,7 +1,8 @@
 """Recording the inputs and outputs of modules while a model runs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,23 +31,27 @@ def recording(modules: Sequence[nn.Module]) -> Iterator[list[list[Recorded]]]:
         (tensor([1.]), tensor([1.]))
     """
     calls: list[list[Recorded]] = [[] for _ in modules]
-
-    def hook_of(into: list[Recorded]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
-            given = {name: value for name, value in named.items() if name != "hidden_states"}
-            into.append(Recorded(args[0] if args else named["hidden_states"], given, first(out)))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(hook_of(into), with_kwargs=True)
-        for module, into in zip(modules, calls, strict=True)
-    ]
-    try:
+    with observing(modules, [each.append for each in calls]):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+@contextmanager
+def observing(
+    modules: Sequence[nn.Module], note: Sequence[Callable[[Recorded], object]]
+) -> Iterator[None]:
+    """A block in which each call of a module is given to the function of that module."""
+
+    def hook(
+        note: Callable[[Recorded], object], module: Any, args: Any, named: dict[str, Any], out: Any
+    ) -> None:
+        given = {name: value for name, value in named.items() if name != "hidden_states"}
+        note(Recorded(args[0] if args else named["hidden_states"], given, first(out)))
+
+    with ExitStack() as hooks:
+        for module, each in zip(modules, note, strict=True):
+            handle = module.register_forward_hook(partial(hook, each), with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
 
 
 def first(out: Any) -> Tensor:

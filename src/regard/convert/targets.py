@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 
+from regard.convert.exact.portable import lacking
 from regard.convert.linear import JOINT_LATENT, refuse_unsupported, refuse_width_norm
 from regard.convert.lossy.directions import frequencies_of
 from regard.layers.attention import Attention
-from regard.masks import Causal
 from regard.words import counted
 
 Form = Literal["exact-rope", "deepseek"]
@@ -207,29 +207,17 @@ def check_fits(target: Target, layer: Attention) -> None:
         raise ValueError(f"rank={target.rank} is not in 1..{full}, keys and values together")
     if target.kind == "deepseek":
         frequencies_of(layer.rope)
-        if target.portable:
-            _check_portable(layer)
+        if target.portable and (found := lacking(layer)):
+            raise ValueError(
+                f"a deepseek_v3 checkpoint cannot hold a layer: {'; '.join(found)}; without "
+                "portable, regard.hf.load reads the converted model"
+            )
         most = layer.num_kv_heads * layer.rope.dim
         if target.rope_dim % 2 or not 2 <= target.rope_dim <= most:
             raise ValueError(
                 f"rope_dim={target.rope_dim} is not an even number in 2..{most}, the number of "
                 "rotated channels of all keys"
             )
-
-
-def _check_portable(layer: Attention) -> None:
-    """Raise a ValueError if the layer has a feature that `deepseek_v3` lacks."""
-    found = {
-        f"mask={layer.mask!r}": layer.mask != Causal(),
-        "a bias of its queries": layer.q_proj.bias is not None,
-        "a score_bias": layer.score_bias is not None,
-    }
-    if any(found.values()):
-        names = ", ".join(name for name, given in found.items() if given)
-        raise ValueError(
-            f"a deepseek_v3 checkpoint has no place for {names}, which this layer has; without "
-            "portable, regard.hf.load reads the converted model"
-        )
 
 
 def _divides(wanted: int, layer: Attention) -> bool:

@@ -7,7 +7,7 @@ mask of the whole sequence, and how many labels the batch has.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, NoReturn
@@ -19,15 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.agreement import agree
 from regard.distributed.context.layers import heads_objection
-from regard.distributed.context.plan import (
-    ContextParallel,
-    Exchange,
-    agree_on_plan,
-)
-from regard.distributed.context.sending import widths_of
+from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan
+from regard.distributed.context.sending import Call, widths_of
 from regard.distributed.models_attention import ShardedCall, forward
 from regard.distributed.ranks import Ranks
-from regard.distributed.shards import Layout, Shards
+from regard.distributed.shards import Layout, Shards, shards_of
 from regard.distributed.tensor.heads import split_of
 from regard.hf.families import rotating
 from regard.hf.families.finding import find, unknown_attention
@@ -44,19 +40,12 @@ BY_LENGTH = ("dynamic", "longrope")  # ropes whose frequencies change with the l
 class ModelContextParallel(ContextParallel):
     """The plan of a transformers model. Its arguments are completed before each of its calls."""
 
-    undo: list[Callable[[], None]] = field(default_factory=list)
-
     @property
     def _agreements(self) -> int:
         return 1
 
     def _sends(self, layer: Any) -> tuple[Mask, tuple[int, int]]:
         return _family(layer).pattern_of(layer), _widths_of(layer)
-
-    def remove(self) -> None:
-        """Let the model be as it was before the plan."""
-        while self.undo:
-            self.undo.pop()()
 
 
 def context_parallel_of_model(
@@ -158,26 +147,11 @@ def _run_on_shards(plan: ModelContextParallel, model: Any) -> None:
     def complete(model: Any, args: Any, given: Any) -> tuple[tuple[()], dict[str, Any]]:
         return (), complete_arguments(plan, model, args, given)
 
-    plan.undo.append(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
+    plan.on_removal(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
     for module in plan.layers:
-        plan.undo.append(_replace(module, "forward", MethodType(forward, module)))
+        plan.replace(module, "forward", MethodType(forward, module))
     if hasattr(model, "generate"):
-        plan.undo.append(_replace(model, "generate", MethodType(_refuse_to_generate, model)))
-
-
-def _replace(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of this module alone; returns what restores it."""
-    attributes = module.__dict__
-    existed, before = name in attributes, attributes.get(name)
-    attributes[name] = value
-
-    def restore() -> None:
-        if existed:
-            attributes[name] = before
-        else:
-            attributes.pop(name, None)
-
-    return restore
+        plan.replace(model, "generate", MethodType(_refuse_to_generate, model))
 
 
 def _refuse_to_generate(model: Any, *args: Any, **options: Any) -> NoReturn:
@@ -204,7 +178,8 @@ def complete_arguments(
     mask = _mask(whole, positions, given.pop("attention_mask", None), given.pop("documents", None))
     if positions is None:
         positions = shards.positions(plan.ranks.rank, _tokens(given).device)[None]
-    call = ShardedCall(plan.ranks, shards, positions, mask, plan.exchange)
+    last = shards.length - 1  # ropes whose frequencies depend on it are refused
+    call = ShardedCall(plan, Call(mask, shards, positions, last))
     given |= {"position_ids": positions, "attention_mask": call.as_mask()}
     given |= {"use_cache": False} if "use_cache" in names else {}
     if given.get("shift_labels") is not None:
@@ -281,12 +256,7 @@ def _agreed(
         if given.get("shift_labels") is not None:
             labels = int((given["shift_labels"] != IGNORED).sum())
     lengths, counts = agree(plan.ranks, facts, [length, labels], refusal)
-    shards = plan.shards(sum(lengths))
-    if list(shards.lengths) != lengths:
-        raise ValueError(
-            f"the ranks have {lengths} tokens, the shards of a sequence of {shards.length} are "
-            f"{list(shards.lengths)}; take them with plan.shard(input_ids)"
-        )
+    shards = shards_of(lengths, plan.layout)
     if 0 in lengths:
         raise ValueError(
             f"rank {lengths.index(0)} has none of the {shards.length} tokens, and the code of some "

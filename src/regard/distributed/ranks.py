@@ -46,18 +46,17 @@ class RankError(RuntimeError):
         self.step, self.ranks = step, tuple(ranks)
 
 
-def failure(mesh: DeviceMesh, step: str, others: Collection[int], error: Exception) -> RankError:
+def failure(ranks: "Ranks", step: str, others: Collection[int], error: Exception) -> RankError:
     """The error for a failed message of `step` with other ranks, by their numbers in the mesh."""
-    numbers = dist.get_process_group_ranks(mesh.get_group())
-    ranks = [numbers[other] for other in sorted(others)]
-    names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    numbers = [ranks.members[other] for other in sorted(others)]
+    names = ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
     reason = str(error).strip().partition("\n")[0]
     return RankError(
         f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
         "sending another size; every rank makes the same calls in the same order "
         f"({reason[:300]})",
         step,
-        ranks,
+        numbers,
     )
 
 
@@ -118,7 +117,7 @@ class Pending(NamedTuple):
             try:
                 _wait(message, timeout)
             except RuntimeError as error:
-                raise failure(self.ranks.mesh, self.step, others, error) from error
+                raise failure(self.ranks, self.step, others, error) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +159,11 @@ class Ranks:
     def group(self) -> dist.ProcessGroup:
         """The process group of the mesh."""
         return self.mesh.get_group()
+
+    @property
+    def members(self) -> list[int]:
+        """The number of each rank in the world, by its number in the mesh."""
+        return dist.get_process_group_ranks(self.group)
 
     @property
     def size(self) -> int:
@@ -225,14 +229,14 @@ class Ranks:
             try:
                 return [(others, work) for work in dist.batch_isend_irecv(batch)]
             except RuntimeError as error:
-                raise failure(self.mesh, step, others, error) from error
+                raise failure(self, step, others, error) from error
         launched: list[tuple[Collection[int], Any]] = []
         for run, other, x in messages:
             end = "group_dst" if run is dist.isend else "group_src"
             try:
                 work = run(x, group=group, tag=_tag(step, x), **{end: other})
             except RuntimeError as error:
-                raise failure(self.mesh, step, [other], error) from error
+                raise failure(self, step, [other], error) from error
             launched.append(([other], work))
         return launched
 
@@ -261,7 +265,7 @@ class Ranks:
         try:
             _wait(dist.all_reduce(total, group=self.group, async_op=True), self.timeout)
         except RuntimeError as error:
-            raise failure(self.mesh, step, self.others(), error) from error
+            raise failure(self, step, self.others(), error) from error
         return total.to(x.dtype)
 
     def __iter__(self) -> Iterator[int]:

@@ -101,3 +101,18 @@ class Shards:
         """
         slots = [self.positions(rank, shards[0].device) for rank in range(self.ranks)]
         return torch.cat(shards, dim).index_select(dim, torch.cat(slots).argsort())
+
+
+def shards_of(lengths: list[int], layout: Layout) -> Shards:
+    """The shards of the sequence of which the ranks have so many tokens each.
+
+    Raises:
+        ValueError: if the numbers do not follow from the layout.
+    """
+    shards = Shards(sum(lengths), len(lengths), layout)
+    if lengths != list(shards.lengths):
+        raise ValueError(
+            f"each rank gives its tokens of the whole sequence, here {list(shards.lengths)} of "
+            f"{shards.length} in layout={layout!r}, got {lengths}; plan.shard(x) has them"
+        )
+    return shards

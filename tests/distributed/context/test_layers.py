@@ -279,7 +279,7 @@ OTHER7[0, 3] = False
 DIFFERENT = [  # (layer, arguments of two ranks, what the error says)
     ("GQA", [{}, {"mask": Causal() & SlidingWindow(2)}], "differ in mask: rank 0 Causal()"),
     ("GQA", [{"mask": Padding(VALID7)}, {"mask": Padding(OTHER7)}], "differ in mask"),
-    ("MLA", [{}, {"x": X[:, :1]}], "got rank 0 has 3 tokens of 2, rank 1 has 1 token"),
+    ("MLA", [{}, {"x": X[:, :1]}], "here [2, 2] of 4 in layout='zigzag', got [3, 1]"),
     ("MLA", [{}, {"gradients": False}], "differ in gradients: rank 0 of 7 parameters, rank 1 none"),
     ("GQA", [{}, {"x": inputs(2, 4).requires_grad_()}], "differ in gradients: rank 0 of 6 para"),
     ("GQA", [{}, {"x": X.float()}], "rank 1: x is torch.float32, the layer's weights are"),

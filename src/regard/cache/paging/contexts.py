@@ -8,11 +8,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Modules = nn.Module | Sequence[nn.Module]
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
@@ -21,6 +22,22 @@ _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depend
 }
 _HOW = {"backend", "dropout", "form", "precision"}  # how a layer computes, not what
 _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequencies change
+
+
+@runtime_checkable
+class Configuration(Protocol):
+    """A model's configuration, as transformers has it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its entries."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A tensor that is split over ranks, such as a `DTensor`."""
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor; all ranks call this."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +102,8 @@ def context_of(module: Modules, *, name: str = "") -> Context:
 
 def _computation(model: nn.Module) -> bytes:
     """A digest of a model without its weights: arguments, adapters, ropes, configuration."""
-    config: Any = getattr(model, "config", None)
-    entries = _effective(config.to_dict()) if hasattr(config, "to_dict") else {}
+    config = getattr(model, "config", None)
+    entries = _effective(config.to_dict()) if isinstance(config, Configuration) else {}
     modules = (
         (name, type(module).__name__, _arguments_of(module), list(_ropes_of(module)))
         for name, module in model.named_modules()
@@ -235,7 +252,7 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
             f"{name!r} is on device {str(tensor.device)!r} without data, and a fingerprint reads "
             "every byte; load the model's weights first"
         )
-    if hasattr(tensor, "full_tensor"):  # a DTensor
+    if isinstance(tensor, Sharded):
         return tensor_digest(name, tensor.full_tensor())
     inner = _inner_entries(tensor)
     if inner is not None:
@@ -253,7 +270,7 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
 
 def _inner_entries(tensor: Tensor) -> Sequence[Any] | None:
     """The tensors that a quantised tensor or a wrapper consists of; None for a plain tensor."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    if is_traceable_wrapper_subclass(tensor):
         names, about = tensor.__tensor_flatten__()
         return (*(entry for each in names for entry in (each, getattr(tensor, each))), repr(about))
     if tensor.is_quantized:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -245,11 +246,11 @@ class Slab:
 def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A buffer in the system's huge pages where it has any (Linux): a table leads to tokens that
     lie far apart, and each small page of the system that is read first costs a look-up."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if sys.platform != "linux":
         return torch.empty(shape, dtype=dtype, device="cpu")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     area = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError, AttributeError):  # a kernel or a libc without them
         area.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(area, dtype=dtype).view(shape)
 

@@ -116,22 +116,30 @@ def check_surroundings(model: Any) -> None:
         )
 
 
+def lacking(layer: Any) -> list[str]:
+    """The features of a layer, converted or not, that DeepSeek's module lacks."""
+    found = []
+    if getattr(layer._modules.get("q_proj"), "bias", None) is not None:
+        found.append("its queries have a bias, and q_proj has none there")
+    if layer.mask != Causal():
+        found.append(f"its mask is {layer.mask!r}, and only Causal() is there")
+    if layer.score_bias is not None:
+        found.append("it has score_bias")
+    return found
+
+
 def _objections(layer: Any, first: Any) -> list[str]:
     """The reasons why a layer does not fit a checkpoint whose first layer is `first`."""
     if not isinstance(layer, MultiHeadLatentAttention):
         return [f"it is {type(layer).__name__}, not MultiHeadLatentAttention"]
-    found = []
+    found = lacking(layer)
     if layer.q_lora_rank is not None:
         found.append("its queries have a latent; give q_lora_rank=None")
-    elif weight_and_bias(layer, "q_proj")[1] is not None:
-        found.append("its queries have a bias, and q_proj has none there")
     if not isinstance(layer.kv_a_layernorm, nn.Identity):
         found.append(
             "its latent is normed, and the added channel would replace that norm by a constant"
         )
-    if layer.mask != Causal():
-        found.append(f"its mask is {layer.mask!r}, and only Causal() is there")
-    for name in ("score_bias", "sinks", "gate_proj"):
+    for name in ("sinks", "gate_proj"):
         if getattr(layer, name) is not None:
             found.append(f"it has {name}")
     if layer.query_scale is not UNSCALED:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.linear import linear_of, weight_and_bias
-from regard.convert.recording import first, input_of, recording
+from regard.convert.recording import first, input_of, observing, recording
 from regard.hf.families.finding import attention_modules
 from regard.hf.running.binding import bound, calling, is_bound
 
@@ -112,22 +112,8 @@ def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
                 [1., 2.]], dtype=torch.float64)
     """
     moments = [Moments() for _ in modules]
-
-    def adding(into: Moments) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            into.add(args[0] if args else given["hidden_states"])
-
-        return hook
-
-    hooks = [
-        module.register_forward_pre_hook(adding(each), with_kwargs=True)
-        for module, each in zip(modules, moments, strict=True)
-    ]
-    try:
+    with observing(modules, [lambda call, own=own: own.add(call.x) for own in moments]):
         yield moments
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 @dataclass(frozen=True)

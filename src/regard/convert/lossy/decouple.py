@@ -56,12 +56,6 @@ class Components:
             rotated.
         average: `[freq]`, the best constant factor in place of the rotation.
         frequencies: `[freq]`, radians per position.
-
-    Examples:
-        >>> from regard import GroupedQueryAttention, Rotary
-        >>> found = components(GroupedQueryAttention(16, 4, 2, rope=Rotary(4)), torch.eye(16))
-        >>> found.harm.shape  # 2 frequencies, 2 key heads
-        torch.Size([2, 2])
     """
 
     rows: Complex128[Tensor, "freq heads E"]

@@ -24,15 +24,7 @@ from regard.masks import EVERYTHING, Mask, Span
 from regard.masks.runs import Runs
 from regard.ops.attend import prepare
 from regard.ops.bias import ScoreBias
-from regard.ops.check import (
-    check_bias,
-    check_mask,
-    check_mask_sizes,
-    check_options,
-    check_sinks,
-    check_tensors,
-    refuse_jit_trace,
-)
+from regard.ops.check import check_tensors, refuse_jit_trace
 from regard.ops.partial import Partial
 from regard.tracing import is_forward_mode, is_transformed
 
@@ -60,43 +52,33 @@ def attend_shards(
     Every rank of `ranks` calls it at the same time, with arguments that differ in the tokens alone;
     so do their backward passes. Which of the arguments need gradients is the same on all ranks.
     Only keys that some query of the receiver may attend to are sent. Sums are kept in float32
-    (float64 for float64), those of gradients from other ranks, too.
+    (float64 for float64), those of gradients from other ranks, too. The layers that call it have
+    checked mask, options and numbers of tokens.
 
     Args:
         q: queries of this rank's tokens, `[B, H, Lr, D]`, in the order of `shards.positions`.
         streams: what is sent of this rank's tokens, `[B, G, Lr, W]` each: keys and values, or one
             stream whose first `v_head_dim` columns are the values, or what `keys_of` takes.
-        ranks: the ranks that hold the sequence.
-        shards: the tokens of each rank.
-        mask: a rule about the whole sequence; a `Dense` mask has a value for all its queries and
-            keys.
+        ranks, shards: the ranks that hold the sequence, and the tokens of each.
         keys_of: from streams of some tokens, and `parameters`, to keys and values `[B, G, n, D]`.
             A pure function of these, token by token; it is computed again in the backward pass.
         parameters: tensors that `keys_of` reads. What needs gradients is among them.
         v_head_dim: the width of values that are the first columns of one stream.
-        scale: as for `attend`.
-        score_bias: as for `attend`; a tensor broadcasts to `[B, H, L, L]` of the whole sequence.
-        softcap: as for `attend`.
-        sinks: as for `attend`.
+        mask, scale, score_bias, softcap, sinks, backend, precision: as for `attend`, of the whole
+            sequence; the backend has a log-sum-exp.
         exchange: `"ring"`, which holds the keys of two ranks at a time, and sends while it
             computes, or `"gather"`, which holds all of them, and sends them once.
-        backend: as for `attend`; it must have a log-sum-exp.
-        precision: as for `attend`.
 
     Returns:
         `[B, H, Lr, Dv]` in the dtype of `q`. Of the gradients of what ranks share (`score_bias`,
         `sinks`, `parameters`), each rank has the share of its own queries.
 
     Raises:
-        TypeError, ValueError: as `attend`, before anything is sent.
+        ValueError: before anything is sent, if keys do not fit the queries, or something that
+            needs gradients is unknown.
         RankError: if a rank does not answer.
     """
-    check_call(q, streams, ranks=ranks, shards=shards, exchange=exchange)
-    check_options(dropout=0.0, softcap=softcap, precision=precision, scale=scale)
-    check_mask(mask)
-    check_mask_sizes(mask, q.shape[0], q.shape[1])
-    check_sinks(sinks, q)
-    check_bias(score_bias, (*q.shape[:2], shards.length, shards.length), q.device)
+    refuse_recording()
     is_tensor = isinstance(score_bias, Tensor)
     rule = None if isinstance(score_bias, Tensor) else score_bias
     scoring = Scoring(
@@ -120,52 +102,27 @@ def attend_shards(
     return out
 
 
-def check_call(
-    q: Tensor, streams: Sequence[Tensor], *, ranks: Ranks, shards: Shards, exchange: str
-) -> None:
-    """Refuse tensors that are not this rank's tokens, and calls that cannot be recorded."""
+def refuse_recording() -> None:
+    """Refuse calls whose messages a graph or a transform would have to record."""
     refuse_jit_trace()
     if torch.compiler.is_compiling() or is_transformed() or is_forward_mode():
         raise ValueError(
-            "attend_shards sends messages, which neither torch.compile nor torch.func transforms "
-            "nor forward-mode derivatives record; call it outside of them"
+            "context parallel sends messages, which neither torch.compile nor torch.func "
+            "transforms nor forward-mode derivatives record; call the layer outside of them"
         )
-    if exchange not in ("ring", "gather"):
-        raise ValueError(f"exchange is 'ring' or 'gather', got {exchange!r}")
-    if shards.ranks != ranks.size:
-        raise ValueError(
-            f"shards are of {shards.ranks} ranks, the mesh has {ranks.size}; "
-            f"give Shards({shards.length}, {ranks.size})"
-        )
-    if not streams:
-        raise ValueError("streams are one tensor [B, G, L, W] or more, got none")
-    number = shards.lengths[ranks.rank]
-    for name, x in {"q": q, **{f"streams[{i}]": x for i, x in enumerate(streams)}}.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a tensor [B, heads, L, W], got {type(x).__name__}")
-        if x.dim() != 4 or x.shape[2] != number or x.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"{name} is [B, heads, L, W] with the {number} tokens of rank {ranks.rank} (of "
-                f"{shards.length}, layout {shards.layout!r}) and the batch size of q, "
-                f"{q.shape[0]}, got {tuple(x.shape)}; shards.take(x, rank, dim) has this rank's"
-            )
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q is on {q.device}; move one of them")
 
 
 def check_keys(
     scoring: Scoring, q: Tensor, expansion: Expansion, streams: Streams, parameters: Streams
 ) -> None:
     """Refuse keys that do not fit the queries, and backends without a log-sum-exp."""
-    if expansion.keys_of is None:
-        _check_plain(streams, expansion.v_head_dim)
     none = tuple(x.detach()[:, :, :0] for x in streams)
     k, v = expansion.keys(none, tuple(x.detach() for x in parameters))
     check_tensors(q[:, :, :0], k, v)
     if k.requires_grad or v.requires_grad:
         raise ValueError(
-            "keys_of reads a tensor that needs gradients and is none of its arguments; "
-            "give it in parameters"
+            "keys are rebuilt with a tensor that needs gradients and is no parameter of kv_b_proj "
+            "or k_norm; make it one, or freeze it"
         )
     if not scoring.fused:
         one = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (q.detach(), k, v))
@@ -175,14 +132,6 @@ def check_keys(
             softcap=scoring.softcap,
             backend=scoring.backend,
             partial=True,
-        )
-
-
-def _check_plain(streams: Streams, v_head_dim: int | None) -> None:
-    if len(streams) > 2 or (len(streams) == 1) != (v_head_dim is not None):
-        raise ValueError(
-            "streams without keys_of are keys and values, or one stream whose first v_head_dim "
-            f"columns are the values, got {len(streams)} with v_head_dim={v_head_dim}"
         )
 
 
@@ -245,6 +194,6 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> Tensor:
         raise ValueError(
-            "attend_shards has no second derivative, because its backward pass computes the scores "
-            "again without recording them; attend of the whole sequence on one device has"
+            "context parallel has no second derivative, because its backward pass computes the "
+            "scores again without recording them; the layer on one device has"
         )

@@ -6,7 +6,6 @@ x_shard -> arrive -> project -> rotate -> attend_shards -> gated -> o_proj
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
@@ -15,8 +14,8 @@ from regard.distributed.context.attending import attend_shards
 from regard.distributed.context.plan import ContextParallel
 from regard.distributed.context.sending import Call, send, uses_length
 from regard.distributed.ranks import Ranks
-from regard.distributed.shards import Shards
-from regard.distributed.tensor.heads import split_of
+from regard.distributed.shards import shards_of
+from regard.distributed.tensor.heads import ranks_of_both, split_of
 from regard.heads import merge_heads
 from regard.layers.cache_use import check_use, restored_on_error
 from regard.layers.inputs import Arrival, arrive, check_cache
@@ -105,8 +104,7 @@ def arrive_shard(
     except Exception as error:  # whatever it is, the other ranks wait
         refusal = error
     lengths, tops = agree(plan.ranks, facts, own, refusal)
-    shards = plan.shards(sum(lengths))
-    _check_lengths(lengths, shards)
+    shards = shards_of(lengths, plan.layout)
     _check_whole(layer, both, shards.length, x, cache)
     if positions is None:
         return Call(both, shards, shards.positions(plan.ranks.rank, x.device), shards.length - 1)
@@ -133,16 +131,13 @@ def _check_call(layer: Any, context: object, cache: Cache) -> None:
 
 def heads_objection(layer: Any, ranks: Ranks) -> str | None:
     """Why the ranks that share the heads of a layer cannot share its tokens; None if they can."""
-    if (split := split_of(layer)) is None:
-        return None
-    of_heads = dist.get_process_group_ranks(split.ranks.group)
-    both = sorted({*of_heads} & {*dist.get_process_group_ranks(ranks.group)})
-    if len(both) < 2:
+    split, both = split_of(layer), ranks_of_both(layer, ranks)
+    if split is None or not both:
         return None
     return (
-        f"has its heads split over ranks {of_heads}, each of which needs all tokens that it "
-        f"attends for, but ranks {both} would share the tokens, too; give context_parallel and "
-        'tensor_parallel different dimensions of a mesh: mesh["tokens"] and mesh["heads"]'
+        f"has its heads split over ranks {split.ranks.members}, each of which needs all tokens "
+        f"that it attends for, but ranks {both} would share the tokens, too; give context_parallel "
+        'and tensor_parallel different dimensions of a mesh: mesh["tokens"] and mesh["heads"]'
     )
 
 
@@ -196,21 +191,6 @@ def _described_bias(bias: object) -> str:
     if isinstance(bias, Tensor):
         return f"{bias.dtype} {list(bias.shape)}"
     return type(bias).__name__
-
-
-def _check_lengths(lengths: list[int], shards: Shards) -> None:
-    """Refuse numbers of tokens that do not follow from the layout."""
-    if lengths == list(shards.lengths):
-        return
-    wrong = [
-        f"rank {rank} has {got} tokens of {want}"
-        for rank, (got, want) in enumerate(zip(lengths, shards.lengths, strict=True))
-        if got != want
-    ]
-    raise ValueError(
-        f"each rank gives its tokens of the whole sequence, here of {shards.length} in all and "
-        f"layout={shards.layout!r}, got {', '.join(wrong)}; plan.shard(x) has them"
-    )
 
 
 def _check_whole(layer: Any, mask: Mask, length: int, x: Tensor, cache: Cache) -> None:

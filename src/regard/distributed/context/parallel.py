@@ -7,14 +7,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard.distributed.context import layers as parallel_layers
-from regard.distributed.context.layers import heads_objection
-from regard.distributed.context.plan import (
-    REPLACED,
-    ContextParallel,
-    Exchange,
-    agree_on_plan,
-)
+from regard.distributed.context.layers import forward, heads_objection, refuse
+from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan
 from regard.distributed.context.sending import uses_length
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout
@@ -26,6 +20,7 @@ from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import Mask
 
 KINDS = (Attention, MultiHeadLatentAttention, LatentKVAttention)
+REPLACED: dict[str, Any] = {"forward": forward, "weights": refuse, "explain": refuse}
 
 
 def context_parallel(
@@ -97,16 +92,10 @@ def context_parallel(
     find = partial(_layers_of, model_or_layer)
     plan = agree_on_plan(ContextParallel, mesh, exchange, layout, find)
     for layer in plan.layers:
-        share_out(layer, plan)
+        plan.replace(layer, "context_parallel", plan)
+        for name, function in REPLACED.items():  # bound: a deep copy of the layer calls itself
+            plan.replace(layer, name, MethodType(function, layer))
     return plan
-
-
-def share_out(layer: Any, plan: ContextParallel) -> None:
-    """Replace the methods of one layer, until `remove`. Class, weights and hooks stay; a bound
-    method, so that a deep copy of the layer calls itself and not the original."""
-    layer.__dict__["context_parallel"] = plan
-    for name, function in REPLACED.items():
-        layer.__dict__[name] = MethodType(getattr(parallel_layers, function), layer)
 
 
 def _layers_of(model: object, ranks: Ranks) -> list[tuple[Any, Mask]]:
@@ -133,8 +122,8 @@ def _objection(layer: Any, ranks: Ranks) -> str | None:
     own = getattr(type(layer), "one_device_class", type(layer))  # of a layer whose heads are split
     if own.forward is not kind.forward or "forward" in vars(layer):
         return (
-            f"has a forward of its own, which would not run; derive from {kind.__name__} without "
-            "one, or attend to shards in it with attend_shards"
+            "has a forward of its own, which would not run; derive from "
+            f"{kind.__name__} without one"
         )
     if isinstance(layer, LatentKVAttention) and uses_length(layer.rope):
         return (

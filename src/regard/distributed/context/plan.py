@@ -1,11 +1,12 @@
 """The plan of context parallel: which ranks have which tokens, and what they send."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.constants import accumulating_dtype
@@ -19,11 +20,6 @@ from regard.masks import EVERYTHING, Mask, Span
 
 Exchange = Literal["ring", "gather"]
 Plan = TypeVar("Plan", bound="ContextParallel")
-REPLACED = {  # methods of a layer, and the functions of `layers` in their place
-    "forward": "forward",
-    "weights": "refuse",
-    "explain": "refuse",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +42,7 @@ class ContextParallel:
     layout: Layout
     exchange: Exchange
     layers: tuple[Any, ...]
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def shards(self, length: int) -> Shards:
         """The tokens of each rank, for a sequence of this length."""
@@ -103,11 +100,23 @@ class ContextParallel:
         """The mask of a layer, and the widths of its streams."""
         return layer.mask, widths_of(layer)
 
+    def replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of this module alone, until `remove`. Class, weights and hooks stay."""
+        attributes = module.__dict__
+        existed, before = name in attributes, attributes.get(name)
+        attributes[name] = value
+        self.on_removal(partial(attributes.pop, name, None))
+        if existed:
+            self.on_removal(partial(attributes.__setitem__, name, before))
+
+    def on_removal(self, undo: Callable[[], Any]) -> None:
+        """Call a function in `remove`, after those that were given before it."""
+        self._undo.append(undo)
+
     def remove(self) -> None:
         """Let every layer be as on one device again."""
-        for layer in self.layers:
-            for name in (*REPLACED, "context_parallel"):
-                layer.__dict__.pop(name, None)
+        while self._undo:
+            self._undo.pop(0)()
 
     def __deepcopy__(self, memo: object) -> "ContextParallel":
         return self  # a copy of a layer has the same ranks: process groups are not copied

@@ -13,7 +13,7 @@ from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import share_of, split_of
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
-from regard.layers.latent_forms import Expanded
+from regard.layers.latent_forms import Expanded, Form
 from regard.layers.latent_kv import LatentKVAttention, as_stream
 from regard.masks import Mask, Span
 from regard.rope import Rope
@@ -22,9 +22,13 @@ Parts = tuple[Part, ...]
 
 
 class Call(NamedTuple):
-    """A call on which the ranks agree: the mask about the whole sequence, and this rank's tokens.
+    """A call on which the ranks agree.
 
-    `top` is the largest rotary position of any rank, where frequencies depend on it.
+    Attributes:
+        mask: about the whole sequence.
+        shards: the tokens of each rank.
+        positions: rotary positions of this rank's tokens, `[L]` or `[B, L]`.
+        top: the largest position of any rank, where frequencies depend on it.
     """
 
     mask: Mask
@@ -100,18 +104,20 @@ def _send_keys(layer: Attention, x: Tensor, call: Call) -> Sending:
 
 
 def _send_latent(layer: MultiHeadLatentAttention, x: Tensor, call: Call) -> Sending:
-    """Latents and rotary keys, for all heads: the receiver expands them, or attends to them."""
     q_nope, q_rope, latent, k_rope = layer.project(x)
     q_rope, k_rope = rotate(layer, call, q_rope, k_rope)
     form, joined = layer.choose(call.span), layer.join(latent, k_rope)
     q = layer.query_scale(form.queries(q_nope, q_rope), call.positions)
+    options = reading_latents(layer, form)
+    return Sending(q, (joined,), lambda out: layer.gated(x, form.output(out)), options)
 
-    def read(out: Tensor) -> Tensor:
-        return layer.gated(x, form.output(out))
 
+def reading_latents(layer: Any, form: Form) -> dict[str, Any]:
+    """How keys are made of latents and rotary keys, which serve all heads: the receiver expands
+    them, or attends to them."""
     if isinstance(form, Expanded):
-        return Sending(q, (joined,), read, making_keys(layer, form.rebuild))
-    return Sending(q, (joined,), read, {"v_head_dim": layer.kv_lora_rank})
+        return making_keys(layer, form.rebuild)
+    return {"v_head_dim": layer.kv_lora_rank}
 
 
 def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:

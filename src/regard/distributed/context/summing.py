@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.agreement import agree
 from regard.distributed.ranks import Ranks
-from regard.distributed.shards import Layout, Shards
+from regard.distributed.shards import Layout, Shards, shards_of
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -51,7 +51,7 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _refusal(named: list[tuple[str, nn.Parameter]], ranks: Ranks) -> ValueError | None:
     """Why a parameter's gradients cannot be added up; None if all can."""
-    mine = set(torch.distributed.get_process_group_ranks(ranks.group))
+    mine = set(ranks.members)
     for name, each in named:
         mesh = getattr(each, "device_mesh", None)  # of a DTensor
         if mesh is not None and len(mine & set(mesh.mesh.flatten().tolist())) > 1:
@@ -107,12 +107,7 @@ def gathered(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
         "gradients": str(wanted),
     }
     (lengths,) = agree(ranks, facts, [x.shape[dim]])
-    shards = Shards(sum(lengths), ranks.size, layout)
-    if lengths != list(shards.lengths):
-        raise ValueError(
-            f"each rank gives its tokens of the whole sequence, here {list(shards.lengths)} of "
-            f"{shards.length} in layout={layout!r}, got {lengths}; plan.shard(x) has them"
-        )
+    shards = shards_of(lengths, layout)
     whole: Tensor = _Gathered.apply(x, ranks, shards, dim)  # type: ignore[no-untyped-call]
     return whole
 

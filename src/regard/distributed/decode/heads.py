@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from regard.distributed.ranks import Ranks
-from regard.distributed.tensor.heads import HeadSplit, split_of
+from regard.distributed.tensor.heads import HeadSplit, ranks_of_both, split_of
 from regard.ops.partial import Partial, merge
 
 STEP = "sharded decode: attention to this rank's tokens"
@@ -36,14 +36,13 @@ class SameHeads:
 
     def check(self, layer: Any) -> None:
         """Raise if the ranks of the cache have different heads of a layer."""
-        both = _common(self.ranks, layer)
-        if both:
+        if both := ranks_of_both(layer, self.ranks):
             raise ValueError(
                 f"the heads of this layer are split over ranks {both}, which would store other "
                 "heads of each token; sharded_caches(layer, mesh) makes its cache"
             )
 
-    def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def outlines(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the shapes that attention has."""
         return q, k, v
 
@@ -76,7 +75,7 @@ class SplitHeads:
         if split_of(layer) is not self.split:
             raise ValueError(_OTHERWISE)
 
-    def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def outlines(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the shapes that attention has: with the heads of all ranks."""
         q = q[:, :1].expand(-1, self.split.num_heads, -1, -1)
         if not self.keys:
@@ -99,8 +98,8 @@ class SplitHeads:
 
     def queries(self, q: Tensor) -> Tensor:
         """The queries of all heads."""
-        every = self.ranks.all_gather(q, QUERIES)
-        return torch.cat([x.narrow(1, 0, self._count(rank)) for rank, x in enumerate(every)], 1)
+        every = enumerate(self.ranks.all_gather(q, QUERIES))
+        return torch.cat([x.narrow(1, 0, len(self.split.heads(rank))) for rank, x in every], 1)
 
     def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
         """Merge the partial results of all ranks to the outputs of this rank's heads."""
@@ -113,10 +112,7 @@ class SplitHeads:
         every = [mine[me] if rank == me else arrived[rank] for rank in self.ranks]
         out = merge_parts(every, None if sinks is None else sinks[: len(heads[me])])
         padding = self.split.local_heads - out.shape[1]
-        return out if not padding else torch.cat([out, out.new_zeros(_padding(out, padding))], 1)
-
-    def _count(self, rank: int) -> int:
-        return len(self.split.heads(rank))
+        return functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
 Heads = SameHeads | SplitHeads
@@ -129,15 +125,13 @@ def heads_of(layer: Any, ranks: Ranks) -> Heads:
         ValueError: if its heads are split over other ranks and some of these, or keys are rebuilt
             by the ranks that have their heads.
     """
-    both = _common(ranks, layer)
-    if not both:
+    split, both = split_of(layer), ranks_of_both(layer, ranks)
+    if split is None or not both:
         return SameHeads(ranks)
-    split = split_of(layer)
-    assert split is not None
-    if both != _members(ranks) or both != _members(split.ranks):
+    if both != sorted(ranks.members) or both != sorted(split.ranks.members):
         raise ValueError(
-            f"the heads of this layer are split over ranks {_members(split.ranks)}, its tokens "
-            f"would be over ranks {_members(ranks)}; give one mesh, or two dimensions of one"
+            f"the heads of this layer are split over ranks {split.ranks.members}, its tokens "
+            f"would be over ranks {ranks.members}; give one mesh, or two dimensions of one"
         )
     if layer.kind == "LatentKV":
         raise ValueError(
@@ -146,23 +140,6 @@ def heads_of(layer: Any, ranks: Ranks) -> Heads:
             "the mesh, or split no heads"
         )
     return SplitHeads(split, keys=layer.kind != "MLA")
-
-
-def _common(ranks: Ranks, layer: Any) -> list[int]:
-    """The ranks of a cache that have different heads of a layer; none if all have the same."""
-    split = split_of(layer)
-    if split is None:
-        return []
-    both = sorted(set(_members(ranks)) & set(_members(split.ranks)))
-    return both if len(both) > 1 else []
-
-
-def _members(ranks: Ranks) -> list[int]:
-    return sorted(dist.get_process_group_ranks(ranks.group))
-
-
-def _padding(out: Tensor, heads: int) -> tuple[int, ...]:
-    return out.shape[0], heads, *out.shape[2:]
 
 
 # ---- outputs and log-sum-exps, merged in float32 ----

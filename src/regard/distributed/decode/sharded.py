@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.cache import Cache, KVCache, Part, SlidingCache
-from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.cache.streams import Lengths, check_streams, check_whole, needs_derivatives
 from regard.distributed.decode.attending import attend_locally
@@ -22,11 +21,6 @@ from regard.layers.inputs import Arrival
 from regard.ops.attend import prepare
 from regard.ops.prepared import Prepared
 from regard.span import Span
-
-_NO_FILE = (
-    "ShardedCache stores a share of the tokens on each rank, so that no rank could write or read a "
-    "file of them all; store the text, and prefill it again"
-)
 
 
 class ShardedCache(Stored, Attending):
@@ -97,13 +91,8 @@ class ShardedCache(Stored, Attending):
     @property
     def allocated_bytes(self) -> int:
         """Bytes of this rank's buffers, which have room for more tokens."""
-        return int(getattr(self._storage, "allocated_bytes", self._storage.nbytes))
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of a code in the storage; None if the storage holds values."""
-        bits: int | None = getattr(self._storage, "bits", None)
-        return bits
+        nbytes: int = self._storage.allocated_bytes
+        return nbytes
 
     @property
     def all_heads(self) -> bool:
@@ -131,7 +120,7 @@ class ShardedCache(Stored, Attending):
             ValueError: as `check_layer` and `prepare`.
         """
         self.check_layer(layer)
-        q, k, v = self._heads.outlines(layer, q, *keys.outlines)
+        q, k, v = self._heads.outlines(q, *keys.outlines)
         options = layer.options(at) | {"sinks": None}
         return prepare(q, k, v, span=at.span, partial=True, **options)
 
@@ -260,22 +249,17 @@ class ShardedCache(Stored, Attending):
         found: tuple[Tensor, ...] = self._storage.empty_streams
         return found
 
-    def record(self) -> Record:
-        """Refuse: no rank has all tokens.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(_NO_FILE)
-
     @property
     def arguments(self) -> dict[str, Any]:
-        """Refuse, as `record`.
+        """Refuse a file: no rank has all tokens.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(_NO_FILE)
+        raise ValueError(
+            "ShardedCache stores a share of the tokens on each rank, so that no rank could write "
+            "or read a file of them all; store the text, and prefill it again"
+        )
 
     def _checked(self, length: int | Tensor) -> int:
         if isinstance(length, Tensor):

@@ -199,6 +199,14 @@ def split_of(module: nn.Module | None) -> HeadSplit | None:
     return None if module is None else vars(module).get("head_split")
 
 
+def ranks_of_both(module: nn.Module | None, ranks: Ranks) -> list[int]:
+    """The ranks over which the heads of a module are split and which are among `ranks`, by their
+    numbers in the world; none if these all have the same heads."""
+    split = split_of(module)
+    both = set(ranks.members) & set(split.ranks.members if split else ())
+    return sorted(both) if len(both) > 1 else []
+
+
 def share_of(module: Any, name: str) -> Tensor:
     """A parameter of a module, or, where it is split over ranks, the share of this rank."""
     value: Tensor = module.local(name) if hasattr(module, "local") else getattr(module, name)

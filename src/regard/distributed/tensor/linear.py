@@ -16,8 +16,7 @@ class SplitLinear(Split, MatrixProduct):
 
     def matrix(self) -> Tensor:
         """This rank's rows, an ordinary tensor."""
-        weight = self.local("weight")
-        assert weight is not None
+        weight: Tensor = self.local("weight")
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +49,6 @@ class SummedOutput(Split):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.local("weight"), self.local("bias")
-        assert weight is not None
         if (real := self._real(x.shape[-1])) < x.shape[-1]:
             x, weight = x[..., :real], weight[:, :real]
         product = functional.linear(x, weight)
@@ -71,7 +69,7 @@ class LocalForward(Split):
         parameters = own._parameters
         own._parameters = {name: self.local(name) for name in parameters}
         try:
-            return own.one_device_class.forward(own, *args, **options)
+            return super().forward(*args, **options)  # type: ignore[misc]
         finally:
             own._parameters = parameters
 

@@ -25,7 +25,7 @@ def mesh_of_replicas(ranks: Ranks, replicas: int) -> DeviceMesh:
         return ranks.mesh
     meshes = _MESHES.setdefault(ranks.group, {})
     if replicas not in meshes:
-        members = torch.tensor(dist.get_process_group_ranks(ranks.group), device="cpu")
+        members = torch.tensor(ranks.members, device="cpu")
         table = members.view(-1, replicas)
         row, column = divmod(ranks.rank, replicas)
         _make_as_many_groups(ranks)

@@ -28,18 +28,16 @@ class SplitLayer(Split):
     @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """The layer's forward: every rank gives the same input, and gets the same output."""
-        own: Any = self
         if isinstance(cache := options.get("cache"), ShardedCache):
             cache.check_layer(self)  # before anything is sent
-        with _own_random_numbers(own):
-            result: Tensor = own.one_device_class.forward(own, x, **options)
+        with _own_random_numbers(self):
+            result: Tensor = super().forward(x, **options)  # type: ignore[misc]
             return result
 
     def options(self, at: Arrival) -> dict[str, Any]:
         """The settings of the layer for the heads of this rank; for the heads of all ranks, if the
         cache attends for all of them."""
-        own: Any = self
-        options: dict[str, Any] = own.one_device_class.options(own, at)
+        options: dict[str, Any] = super().options(at)  # type: ignore[misc]
         if not attends_for_all_heads(at.cache):
             options["mask"] = self.split.mask(options["mask"])
             options["score_bias"] = self.split.score_bias(options["score_bias"])
@@ -49,9 +47,7 @@ class SplitLayer(Split):
 
     def gated(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of this rank's heads times their gates."""
-        own: Any = self
-        result: Tensor = own.one_device_class.gated(own, self._shared(x), out)
-        return result
+        return super().gated(self._shared(x), out)  # type: ignore[misc, no-any-return]
 
     def _shared(self, x: Any) -> Any:
         return self.split.shared(x) if isinstance(x, Tensor) else x
@@ -62,14 +58,12 @@ class SplitAttention(SplitLayer):
 
     def project(self, x: Tensor, context: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads."""
-        own: Any = super()
-        heads: tuple[Tensor, Tensor, Tensor] = own.project(self._shared(x), self._shared(context))
-        return heads
+        q, k, v = super().project(self._shared(x), self._shared(context))  # type: ignore[misc]
+        return q, k, v
 
     def remember(self, context: Tensor) -> Any:
         """The memory of this rank's key heads."""
-        own: Any = super()
-        return own.remember(self._shared(context))
+        return super().remember(self._shared(context))  # type: ignore[misc]
 
     @property
     def memory_heads(self) -> int:
@@ -82,8 +76,7 @@ class SplitLatent(SplitLayer):
 
     def join(self, latent: Tensor, k_rope: Tensor) -> Tensor:
         """The stream that is cached, of which each rank reads all for its heads."""
-        own: Any = super()
-        return self.split.shared(own.join(latent, k_rope))
+        return self.split.shared(super().join(latent, k_rope))  # type: ignore[misc]
 
     def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
         """The form; absorbed, if the cache attends for the heads of all ranks: no rank can rebuild
@@ -94,8 +87,7 @@ class SplitLatent(SplitLayer):
         """
         own: Any = self
         if not attends_for_all_heads(cache):
-            chosen: Form = own.one_device_class.choose(own, span)
-            return chosen
+            return super().choose(span)  # type: ignore[misc, no-any-return]
         if own.form == "expanded":
             raise ValueError(
                 "form='expanded' rebuilds the keys of this rank's heads, and the cache attends for "

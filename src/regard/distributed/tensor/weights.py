@@ -110,7 +110,7 @@ class Split:
     shares: dict[str, Share]
     split: HeadSplit
 
-    def local(self, name: str) -> Tensor | None:
+    def local(self, name: str) -> Any:
         """This rank's share of a parameter, as an ordinary tensor; None if there is none."""
         parameter = self._parameters[name]  # type: ignore[attr-defined]
         return None if parameter is None else self.shares[name].read(parameter)

@@ -17,15 +17,15 @@ from torch import Tensor
 from regard.convert.linear import linear_of, weight_and_bias
 from regard.convert.lossy.decouple import (
     Components,
-    Decoupled,
     average_rotation,
     from_components,
     largest,
     query_energy,
     rotary_keys,
 )
-from regard.convert.lossy.directions import energy_of, gain_of
+from regard.convert.lossy.directions import Lossy, energy_of, gain_of
 from regard.convert.lossy.latentize import as_latent
+from regard.layers.latent import MultiHeadLatentAttention
 
 
 def transmla(layer: Any, covariance: Tensor) -> tuple[Components, Tensor]:
@@ -65,14 +65,14 @@ def _decouple(
     rope_dim: int,
     select: Callable[[Any, Tensor], tuple[Components, Tensor]],
     calibrated: bool,
-) -> Decoupled:
+) -> Lossy[MultiHeadLatentAttention]:
     """The layer as MLA; a latent that is not `calibrated` has the directions of the weights."""
     found, score = select(layer, covariance)
     metric = covariance if calibrated else torch.eye(len(covariance)).to(covariance)
     return from_components(layer, found, largest(score, rope_dim), rank=rank, covariance=metric)
 
 
-RULES: dict[str, Callable[..., Decoupled]] = {
+RULES: dict[str, Callable[..., Lossy[MultiHeadLatentAttention]]] = {
     "TransMLA": partial(_decouple, select=transmla, calibrated=True),
     "MHA2MLA": partial(_decouple, select=mha2mla, calibrated=False),
 }

@@ -27,32 +27,28 @@ from regard.convert.exact.portable import to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.recipe import Recipe
 from regard.convert.lossy.calibrate import Moments, Step, refit_output, walk, watch
-from regard.convert.lossy.decouple import Decoupled, common_counts, components, decouple
-from regard.convert.lossy.latentize import Latentized, as_latent, latentize
-from regard.convert.lossy.regroup import Regrouped, regroup
+from regard.convert.lossy.decouple import decouple
+from regard.convert.lossy.directions import Lossy
+from regard.convert.lossy.latentize import as_latent, latentize
+from regard.convert.lossy.regroup import regroup
 from regard.convert.queries import query_moments
-from regard.convert.saving import check_free, save
+from regard.convert.saving import save
 from regard.convert.targets import Target, target_of
 from regard.convert.texts import windows_of
 
 __all__ = [
     "LAYOUTS",
     "Converted",
-    "Decoupled",
     "Detected",
     "Healed",
-    "Latentized",
     "LayerReport",
     "Layout",
+    "Lossy",
     "Moments",
     "Recipe",
-    "Regrouped",
     "Step",
     "Target",
     "as_latent",
-    "check_free",
-    "common_counts",
-    "components",
     "convert",
     "decouple",
     "detect_pairing",

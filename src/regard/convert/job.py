@@ -14,10 +14,10 @@ from torch import Tensor
 
 from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
-from regard.convert.healing.heal import heal
+from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.recipe import Recipe
 from regard.convert.measuring import dtype_name, measure, measure_speeds
-from regard.convert.report import Healing, Report, card
+from regard.convert.report import Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
 from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
@@ -224,16 +224,15 @@ def _placed(job: Job, model: Any, converted: Converted) -> Any:
 
 def _healed(
     job: Job, student: Any, windows: Tensor, recipe: Recipe | None, progress: Progress
-) -> Healing:
+) -> Healed:
     recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
-    done = heal(
+    return heal(
         student, teacher, windows,
         minutes=job.minutes, recipe=recipe, state=_state(job), progress=progress,
     )  # fmt: skip
-    return Healing(done.seconds / 60, done.steps, done.tokens, done.losses)
 
 
 def _fast_dtype(device: str) -> torch.dtype | None:

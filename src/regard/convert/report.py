@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from regard.convert.converting import LayerReport
+from regard.convert.healing.heal import Healed
 from regard.convert.measuring import Measured, ratio
 from regard.convert.targets import Target
 from regard.turns import Ratio, perplexity_ratio
@@ -19,16 +20,6 @@ PLACED = (
 
 
 @dataclass(frozen=True)
-class Healing:
-    """Time, steps and tokens of healing, and the loss of every step."""
-
-    minutes: float
-    steps: int
-    tokens: int
-    losses: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """A conversion: the attention before and after, and the measurements of both."""
 
@@ -41,7 +32,7 @@ class Report:
     before: Measured
     after: Measured
     layers: tuple[LayerReport, ...] = ()
-    healing: Healing | None = None
+    healing: Healed | None = None
     seconds: float = 0.0
     unhealed: Measured | None = field(default=None)
     dtype: str = ""  # of the weights that were written
@@ -127,7 +118,7 @@ def _healing(report: Report) -> str:
         return ""
     unhealed = ratio(before.perplexity, report.before.perplexity)
     return (
-        f"It was then trained to imitate the original for {healing.minutes:.0f} minutes, on "
+        f"It was then trained to imitate the original for {healing.seconds / 60:.0f} minutes, on "
         f"{healing.tokens:,} tokens; before that, perplexity was {unhealed:.3f} times the "
         "original's.\n\n"
     )

@@ -25,20 +25,10 @@ SHARD = "5GB"  # largest file of weights, as transformers 4 writes them
 def check_free(out: str | Path) -> Path:
     """The absolute path, if `save` can write there; to be called before the work.
 
-    Args:
-        out: the folder to write.
-
     Raises:
         FileExistsError: if the path exists and is not an empty folder.
         FileNotFoundError: if its parent folder is missing.
         OSError: if its parent folder cannot be written.
-
-    Examples:
-        >>> import tempfile
-        >>> from regard.convert import check_free
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     check_free(f"{folder}/converted").name
-        'converted'
     """
     out = Path(out).absolute()
     if out.is_symlink() or out.is_file() or (out.is_dir() and any(out.iterdir())):

@@ -21,6 +21,7 @@ from regard.distributed.context.agreement import agree
 from regard.distributed.context.layers import heads_objection
 from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan
 from regard.distributed.context.sending import Call, widths_of
+from regard.distributed.context.summing import whole_of
 from regard.distributed.models_attention import ShardedCall, forward
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout, Shards, shards_of
@@ -173,7 +174,7 @@ def complete_arguments(
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **given}
     shards, labels = _agreed(plan, given, _refusal(plan, model, given))
-    whole = partial(_whole, plan.ranks, shards)
+    whole = partial(whole_of, plan.ranks, shards)
     positions = given.pop("position_ids", None)
     mask = _mask(whole, positions, given.pop("attention_mask", None), given.pop("documents", None))
     if positions is None:
@@ -263,14 +264,6 @@ def _agreed(
             f"models (GPT-2) takes no empty sequence; give {2 * len(lengths)} tokens or more"
         )
     return shards, sum(counts)
-
-
-def _whole(ranks: Ranks, shards: Shards, x: Tensor, step: str) -> Tensor:
-    """Gather values of this rank's tokens, `[B, L]`, to those of the sequence, `[B, S]`."""
-    most = max(shards.lengths)
-    pieces = ranks.all_gather(F.pad(x, (0, most - x.shape[1])), step)
-    cut = [piece[:, :length] for piece, length in zip(pieces, shards.lengths, strict=True)]
-    return shards.joined(cut)
 
 
 def _mask(

@@ -27,9 +27,9 @@ from regard.distributed.tensor.layers import (
     objection,
     split_styles,
 )
-from regard.distributed.tensor.linear import CopiedInput, LocalForward, SplitLinear, SummedOutput
+from regard.distributed.tensor.linear import CopiedInput, LocalForward, SplitLinear
 from regard.distributed.tensor.placing import Placing
-from regard.distributed.tensor.weights import ReplicatedStyle, Share, Split, SplitStyle, is_split
+from regard.distributed.tensor.weights import Split, SplitStyle, is_split
 from regard.hf.families.finding import find, unknown_attention
 from regard.hf.families.projecting import Separate
 from regard.hf.families.recognising import Family, family_of, is_placed
@@ -160,39 +160,38 @@ def _styles(module: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
     """The heads of an attention module and the styles of its children."""
     if kind_of(module) is not None:  # placed: the call is that of transformers' modules
         split, styles = split_styles(module, ranks)
-        return split, {name: style for name, style in styles.items() if name}
+        return split, _of_children(styles)
     family = _family(module)
     heads, kv_heads, head_dim = family.sizes(module)
     split = HeadSplit(heads, heads if family.latent else kv_heads, ranks.size, ranks)
     place = Placing.of(split)
     if family.latent:
-        return split, {name: style for name, style in latent_styles(module, place).items() if name}
+        return split, _of_children(latent_styles(module, place))
     of = family.project.children
     assert of is not None
     return split, _styles_of_heads(module, of, place, head_dim)
 
 
+def _of_children(styles: Styles) -> Styles:
+    """The styles without that of the module itself."""
+    return {name: style for name, style in styles.items() if name}
+
+
 def _styles_of_heads(module: Any, of: Separate, place: Placing, head_dim: int) -> Styles:
-    split = place.split
-    rows = _both(place.kv_heads(head_dim))
-    columns = {"weight": place.heads(head_dim, dim=1), "bias": place.replicated(summed=False)}
+    rows = place.linear(SplitLinear, place.kv_heads(head_dim))
     (output,) = (name for name in OUTPUTS if hasattr(module, name))
     styles: Styles = {
-        of.q: SplitStyle(split, SplitLinear, _both(place.heads(head_dim))),
-        of.k: SplitStyle(split, SplitLinear, rows),
-        of.v: SplitStyle(split, SplitLinear, rows),
-        output: SplitStyle(split, SummedOutput, columns),
+        of.q: place.linear(SplitLinear, place.heads(head_dim)),
+        of.k: rows,
+        of.v: rows,
+        output: place.output(head_dim),
     }
     if of.norm is not None:
-        norm = ReplicatedStyle(split, LocalForward, place.replicated(summed=True))
+        norm = place.whole(LocalForward, summed=True)
         styles |= {"q_norm": norm, "k_norm": norm}
     if module._parameters.get("sinks") is not None:
-        styles[""] = SplitStyle(split, LocalSinks, {"sinks": place.heads(1)})
+        styles[""] = SplitStyle(place.split, LocalSinks, {"sinks": place.heads(1)})
     return styles
-
-
-def _both(share: Share) -> dict[str, Share]:
-    return {"weight": share, "bias": share}
 
 
 class Block(NamedTuple):
@@ -215,13 +214,9 @@ class Block(NamedTuple):
         block: Any = model.get_submodule(self.name)
         alone = {id(each) for name in self.linears for each in model.get_submodule(name).modules()}
         reads_alone = all(id(each) in alone for each in block.modules() if each._parameters)
-        kind = SplitLinear if reads_alone else CopiedInput
-        styles: Styles = {
-            name: SplitStyle(split, kind, _both(place.heads(1))) for name in self.columns
-        }
-        output = {"weight": place.heads(1, dim=1), "bias": place.replicated(summed=False)}
-        styles[self.rows] = SplitStyle(split, SummedOutput, output)
-        parallelize_module(model, mesh, styles)
+        columns = place.linear(SplitLinear if reads_alone else CopiedInput, place.heads(1))
+        styles: Styles = dict.fromkeys(self.columns, columns)
+        parallelize_module(model, mesh, styles | {self.rows: place.output(1)})
         if reads_alone:
             block.head_split = split
             block.register_forward_pre_hook(share_inputs, with_kwargs=True)

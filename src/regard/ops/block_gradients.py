@@ -111,23 +111,26 @@ def _gradients(ctx: Any, slope: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor,
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def without_derivative(grads: tuple[Tensor, ...], *read: Tensor) -> tuple[Tensor, ...]:
+BLOCKED = "backend='blocked' has no second derivative, because torch's kernel has none"
+
+
+def without_derivative(
+    grads: tuple[Tensor | None, ...], *read: Tensor | None, reason: str = BLOCKED
+) -> tuple[Tensor, ...]:
     """Return gradients unchanged, through an operation of autograd that refuses a second
     derivative, which would silently be 0 otherwise."""
-    return tuple(_Gradients.apply(grads, *read))  # type: ignore[no-untyped-call]
+    return tuple(_Gradients.apply(grads, reason, *read))  # type: ignore[no-untyped-call]
 
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grads: tuple[Tensor, ...], *read: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, grads: Any, reason: str, *read: Tensor) -> Any:
+        ctx.reason = reason
         return grads
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Tensor:
-        raise ValueError(
-            "backend='blocked' has no second derivative, because torch's kernel has none; "
-            "backend='eager' has every derivative"
-        )
+        raise ValueError(f"{ctx.reason}; on one device backend='eager' has every derivative")
 
 
 def forward_block(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:

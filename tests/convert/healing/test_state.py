@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from full_disk import files_of_at_most
 from regard.convert import Recipe
 from regard.convert.healing import heal as healing
 from regard.convert.healing.heal import heal
+from regard.convert.healing.state import MOMENTS
 from students import QUICK, WINDOWS, pair, state_of
 
 
@@ -47,7 +50,7 @@ def test_a_finished_state_is_only_loaded(tmp_path):
     assert all(value.equal(state_of(student)[name]) for name, value in state_of(again).items())
 
 
-def test_a_state_is_safetensors_and_json(tmp_path, monkeypatch):
+def test_a_state_is_one_file_of_safetensors(tmp_path, monkeypatch):
     monkeypatch.setattr(healing, "SAVE_SECONDS", 0.0)
     student, teacher = pair()
     seen = set()
@@ -56,12 +59,11 @@ def test_a_state_is_safetensors_and_json(tmp_path, monkeypatch):
         seen.update(file.name for file in tmp_path.glob("**/*"))
 
     heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path, progress=list_files)
-    assert seen == {"healing.json", "step-1.safetensors", "step-2.safetensors"}
-    assert {file.name for file in tmp_path.iterdir()} == {"healing.json", "step-3.safetensors"}
-    written = json.loads((tmp_path / "healing.json").read_text())
-    assert written["steps"] == len(written["losses"]) == 3
-    for file in tmp_path.glob("*.safetensors"):
-        assert b"pickle" not in file.read_bytes()
+    assert seen == {"healing.safetensors"}
+    (path,) = tmp_path.iterdir()
+    with safe_open(path, framework="pt") as file:
+        assert len(json.loads(file.metadata()["record"])["losses"]) == 3
+        assert {name.partition(".")[0] for name in file.keys()} == {*MOMENTS, "weight"}  # noqa: SIM118
 
 
 def test_another_task_does_not_resume_from_a_state(tmp_path):
@@ -73,8 +75,8 @@ def test_another_task_does_not_resume_from_a_state(tmp_path):
         heal(student, teacher, WINDOWS, steps=1, recipe=other, state=tmp_path)
     with pytest.raises(ValueError, match="holds a healing with tokens="):
         heal(student, teacher, WINDOWS[:4], steps=1, recipe=QUICK, state=tmp_path)
-    (tmp_path / "healing.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the record of a healing"):
+    save_file({}, tmp_path / "healing.safetensors", metadata={"record": "{}"})
+    with pytest.raises(ValueError, match="is not the state of a healing"):
         heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
     assert all(value.equal(was[name]) for name, value in state_of(student).items())
 

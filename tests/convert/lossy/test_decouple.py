@@ -5,7 +5,8 @@ import torch
 
 from layers import WIDTH, attention
 from regard import NO_ROPE, Causal, KVCache, Rotary, Yarn
-from regard.convert import Moments, common_counts, components, decouple
+from regard.convert import Moments, decouple
+from regard.convert.lossy.decouple import common_counts, components
 
 DIM = 6
 SHAPES = {

@@ -10,7 +10,6 @@ import shard_calls
 from cases import bound
 from ranks import on_ranks
 from regard import (
-    EVERYTHING,
     Alibi,
     Causal,
     Dense,
@@ -162,24 +161,6 @@ def _nothing_needed(mesh):
 
 def test_nothing_is_sent_where_nothing_is_needed():
     assert on_ranks(2, _nothing_needed) == [0, 0]
-
-
-def _silent(mesh):
-    ranks, shards = Ranks(mesh), Shards(12, 2)
-    q, k, v = (shards.take(x, ranks.rank, 2) for x in inputs(12))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "exchange", lambda self, *args: _Arrived())
-        with pytest.raises(RuntimeError, match="tokens by its plan, but nothing was sent"):
-            attend_shards(q, (k, v), ranks=ranks, shards=shards, mask=EVERYTHING)
-
-
-class _Arrived:
-    def wait(self):
-        """Nothing was on its way."""
-
-
-def test_an_exchange_that_sends_nothing_raises():
-    on_ranks(2, _silent)
 
 
 def _order(mesh, exchange):

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Modules = nn.Module | Sequence[nn.Module]
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
@@ -38,6 +37,14 @@ class Sharded(Protocol):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor; all ranks call this."""
+
+
+@runtime_checkable
+class Wrapper(Protocol):
+    """A tensor that consists of others, as torch's compiler knows them."""
+
+    def __tensor_flatten__(self) -> tuple[Sequence[str], object]:
+        """The names of the tensors, and what tells apart tensors of the same ones."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +277,7 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
 
 def _inner_entries(tensor: Tensor) -> Sequence[Any] | None:
     """The tensors that a quantised tensor or a wrapper consists of; None for a plain tensor."""
-    if is_traceable_wrapper_subclass(tensor):
+    if isinstance(tensor, Wrapper):
         names, about = tensor.__tensor_flatten__()
         return (*(entry for each in names for entry in (each, getattr(tensor, each))), repr(about))
     if tensor.is_quantized:

@@ -1,7 +1,7 @@
-"""The state of a healing on disk: weights and moments as safetensors, the rest as JSON.
+"""The state of a healing on disk: one file of weights and moments, with the record in its metadata.
 
-The JSON names its file of weights and is renamed into place last, so that an interruption at any
-point leaves one complete state, the newest or the one before.
+The file is renamed into place when it is complete, so that an interruption at any point leaves a
+complete state, the newest or the one before.
 """
 
 import hashlib
@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-RECORD = "healing.json"
+from regard.cache.files import TensorFile, open_tensors, write_tensors
+
+FILE = "healing.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -44,54 +46,24 @@ def save_state(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write weights and moments, then the record that names them; then remove older weights.
+    """Write weights, moments and the record, in place of an earlier state.
 
     Raises:
         OSError: if the disk is full or read-only; an earlier state is as before.
     """
-    from safetensors import SafetensorError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, record, parameters, optimizer)
-    except (OSError, SafetensorError) as error:
-        for part in folder.glob("*.unfinished"):
-            part.unlink()
-        raise OSError(
-            f"the healing so far is not stored in {folder}: {error}; make room on its disk and "
-            "start the same job again, which continues from the last state that was stored"
-        ) from error
-
-
-def _write(
-    folder: Path,
-    record: Record,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    from safetensors.torch import save_file
-
-    weights = f"step-{record.steps}.safetensors"
-    tensors = {f"weight.{name}": each.detach().contiguous() for name, each in parameters.items()}
+    tensors = {f"weight.{name}": each for name, each in parameters.items()}
     for name, each in parameters.items():
         for moment in MOMENTS:
             if each in optimizer.state:
                 tensors[f"{moment}.{name}"] = optimizer.state[each][moment]
-    save_file(tensors, folder / f"{weights}.unfinished")
-    (folder / f"{weights}.unfinished").replace(folder / weights)
-    written = {
-        "weights": weights,
-        "steps": record.steps,
-        "seconds": record.seconds,
-        "losses": record.losses,
-        "task": record.task,
-    }
-    unfinished = folder / f"{RECORD}.unfinished"
-    unfinished.write_text(json.dumps(written, indent=1), encoding="utf-8")
-    unfinished.replace(folder / RECORD)
-    for old in folder.glob("step-*"):
-        if old.name != weights:
-            old.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / FILE, {"record": json.dumps(vars(record))}, tensors)
+    except OSError as error:
+        raise OSError(
+            f"the healing so far is not stored in {folder}: {error}; make room on its disk and "
+            "start the same job again, which continues from the last state that was stored"
+        ) from error
 
 
 def load_record(folder: Path, task: dict[str, Any]) -> Record:
@@ -100,22 +72,18 @@ def load_record(folder: Path, task: dict[str, Any]) -> Record:
     Raises:
         ValueError: if it is of another task, or cannot be read.
     """
-    path = folder / RECORD
-    if not path.exists():
+    if not (folder / FILE).exists():
         return Record(task)
-    read = _read(path)
-    different = sorted(
-        name
-        for name in task.keys() | read["task"].keys()
-        if read["task"].get(name) != task.get(name)
-    )
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"{folder} holds a healing with {name}={read['task'].get(name)!r}, this one has "
-            f"{task.get(name)!r}; go on with the same task, or give another folder"
-        )
-    return Record(task, read["losses"], read["seconds"])
+    with open_tensors(folder / FILE) as file:
+        stored = _record_in(file)
+    names = sorted(task.keys() | stored.task.keys())
+    for name in names:
+        if stored.task.get(name) != task.get(name):
+            raise ValueError(
+                f"{folder} holds a healing with {name}={stored.task.get(name)!r}, this one has "
+                f"{task.get(name)!r}; go on with the same task, or give another folder"
+            )
+    return stored
 
 
 def load_state(
@@ -126,35 +94,29 @@ def load_state(
     Raises:
         ValueError: if they are not those of these parameters. Nothing is then changed.
     """
-    from safetensors.torch import load_file
-
-    read = _read(folder / RECORD)
-    tensors = load_file(folder / read["weights"])
-    kinds = ("weight", *MOMENTS) if read["steps"] else ("weight",)
-    for name, parameter in parameters.items():
-        for kind in kinds:
-            stored = tensors.get(f"{kind}.{name}")
-            if stored is None or stored.shape != parameter.shape:
-                raise ValueError(
-                    f"{folder / read['weights']} has {kind}.{name} as "
-                    f"{None if stored is None else tuple(stored.shape)}, the student has "
-                    f"{tuple(parameter.shape)}; give another folder"
-                )
-    for name, parameter in parameters.items():
-        parameter.data.copy_(tensors[f"weight.{name}"])
-        if read["steps"]:
-            moments = {kind: tensors[f"{kind}.{name}"].to(parameter) for kind in MOMENTS}
-            step = torch.tensor(float(read["steps"]), device=parameter.device)
-            optimizer.state[parameter] = {"step": step, **moments}
+    with open_tensors(folder / FILE) as file:
+        steps = _record_in(file).steps
+        kinds = ("weight", *MOMENTS) if steps else ("weight",)
+        for name, parameter in parameters.items():
+            for kind in kinds:
+                entry = file.entries.get(f"{kind}.{name}")
+                if entry is None or entry.shape != parameter.shape:
+                    raise ValueError(
+                        f"{file.path} has {kind}.{name} as {entry and entry.shape}, the student "
+                        f"has {tuple(parameter.shape)}; give another folder"
+                    )
+        for name, parameter in parameters.items():
+            stored = {kind: file.read(f"{kind}.{name}").to(parameter) for kind in kinds}
+            parameter.data.copy_(stored.pop("weight"))
+            if steps:
+                step = torch.tensor(float(steps), device=parameter.device)
+                optimizer.state[parameter] = {"step": step, **stored}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _record_in(file: TensorFile) -> Record:
     try:
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not {"weights", "steps", "seconds", "losses", "task"} <= read.keys():
-            raise ValueError("fields are missing")
-    except ValueError as error:
+        return Record(**json.loads(file.metadata.get("record", "")))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is not the record of a healing ({error}); give another folder"
+            f"{file.path} is not the state of a healing ({error}); give another folder"
         ) from error
-    return read

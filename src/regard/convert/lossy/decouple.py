@@ -26,6 +26,7 @@ from regard.convert.linear import (
     rows_of,
 )
 from regard.convert.lossy.directions import (
+    Lossy,
     directions_of,
     energy_of,
     frequencies_of,
@@ -65,51 +66,14 @@ class Components:
     frequencies: Float64[Tensor, " freq"]
 
 
-@dataclass(frozen=True, eq=False)
-class Decoupled:
-    """A layer in DeepSeek's form, and what was lost: shares of energy, 0.01 is 1 %.
-
-    Attributes:
-        layer: the new layer.
-        lost_rotation: what the scores lose because components are not rotated, by the estimate that
-            chose them.
-        lost: what keys and values lose in the latent.
-
-    Examples:
-        >>> import torch
-        >>> from regard import GroupedQueryAttention, Rotary
-        >>> from regard.convert import decouple
-        >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4))
-        >>> decoupled = decouple(gqa, rank=8, rope_dim=8, covariance=torch.eye(16))
-        >>> decoupled.lost_rotation  # all 8 channels are rotated
-        0.0
-    """
-
-    layer: MultiHeadLatentAttention
-    lost_rotation: float
-    lost: float
-
-
 def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components:
     """The keys of a layer in components that are uncorrelated over the calibration text.
 
     A head's weight is the energy of its queries. A component's harm is its energy times the share
     that no constant in place of the rotation preserves, over distances of up to 512 tokens.
 
-    Args:
-        layer: MHA, GQA or MQA with a rotary embedding.
-        covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
-
     Raises:
         ValueError: if the layer has no rotary embedding, or its frequencies change with the length.
-
-    Examples:
-        >>> import torch
-        >>> from regard import GroupedQueryAttention, Rotary
-        >>> from regard.convert import components
-        >>> found = components(GroupedQueryAttention(16, 4, 2, rope=Rotary(4)), torch.eye(16))
-        >>> found.harm.shape  # 2 frequencies, 2 key heads
-        torch.Size([2, 2])
     """
     keys, frequencies = rotary_keys(layer)
     weight = query_energy(layer, covariance).clamp_min(LEAST).sqrt().mT[..., None]
@@ -151,13 +115,7 @@ def common_counts(harms: Sequence[Float64[Tensor, "freq heads"]], rope_dim: int)
 
     Each layer's harm counts as a share of its sum, since layers differ in energy.
 
-    Args:
-        harms: of each layer, from `components`.
-        rope_dim: channels of the rotary key, even.
-
     Examples:
-        >>> import torch
-        >>> from regard.convert import common_counts
         >>> harm = torch.tensor([[9.0, 4.0], [3.0, 1.0]]).double()  # [frequencies, heads]
         >>> common_counts([harm, harm], rope_dim=6)
         (2, 1)
@@ -175,7 +133,7 @@ def decouple(
     covariance: Float[Tensor, "E E"],
     counts: Sequence[int] | None = None,
     inputs: Float[Tensor, "*N L E"] | None = None,
-) -> Decoupled:
+) -> Lossy[MultiHeadLatentAttention]:
     """The attention as DeepSeek's MLA: a latent of `rank`, a rotary key of `rope_dim` channels.
 
     The outline is TransMLA's (Meng et al. 2025, arXiv:2502.07864), with complex mixing.
@@ -186,7 +144,7 @@ def decouple(
         rope_dim: channels of the rotary key, even.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
         counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
-            several layers share one list (`common_counts`); those with the most harm if None.
+            several layers share one list; those with the most harm if None.
         inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
 
     Raises:
@@ -240,7 +198,7 @@ def from_components(
     rank: int,
     covariance: Tensor,
     metric: Tensor | None = None,
-) -> Decoupled:
+) -> Lossy[MultiHeadLatentAttention]:
     """MLA whose rotary key is the components in the boolean mask `rotated`, `[freq, heads]`.
 
     The latent holds the directions of the rest with the most energy under `covariance`, where
@@ -261,7 +219,7 @@ def from_components(
     made = _build(
         layer, rope, queries=queries, rotary=shared, down=down, up=up, bias=stacked[:, -1]
     )
-    return Decoupled(made, float(found.harm[~rotated].sum() / found.harm.sum()), lost)
+    return Lossy(made, lost, float(found.harm[~rotated].sum() / found.harm.sum()))
 
 
 def _plain_keys(layer: Attention, found: Components, rotated: Tensor) -> Tensor:

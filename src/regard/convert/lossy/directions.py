@@ -9,9 +9,12 @@ by it (`gain_of`). Calibration makes the two differ by orders of magnitude; trai
 weights in steps of one size, which would destroy the small ones.
 """
 
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
 import torch
 from jaxtyping import Complex128, Float, Float64, Inexact
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.rope import NoRotary, Rope, Rotary
 
@@ -20,6 +23,32 @@ VALUES = 0.65  # weight of values relative to keys: the refitted output corrects
 LARGEST_BALANCE = 1e3  # most that values are scaled to get that weight, since they may be zero
 RotaryRows = Complex128[Tensor, "heads freq E"]
 PlainRows = Float64[Tensor, "heads rest E"]
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Lossy(Generic[Layer]):
+    """A converted layer, and what it lost over the calibration text: shares of energy, 0.01 is 1 %.
+
+    Attributes:
+        layer: the new layer.
+        lost: of keys and values, with the weights that the fit uses, or, of merged heads, of scores
+            and values; NaN where it is not known.
+        lost_rotation: of scores, by key components that are not rotated any more (`decouple`).
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention
+        >>> from regard.convert import latentize
+        >>> gqa = GroupedQueryAttention(16, 4, 2)
+        >>> latentized = latentize(gqa, rank=16, covariance=torch.eye(16))
+        >>> abs(latentized.lost) < 1e-6  # 16 is the full rank
+        True
+    """
+
+    layer: Layer
+    lost: float
+    lost_rotation: float = 0.0
 
 
 def gain_of(written: Inexact[Tensor, "R W"], read: Inexact[Tensor, "R V"]) -> Float64[Tensor, " R"]:

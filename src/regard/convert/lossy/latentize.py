@@ -7,8 +7,6 @@ them) and rotated after that, so both stay exact. Below full rank, A is the prin
 (`sensitivity`), or, if only a covariance is given, with values scaled to count for less than keys.
 """
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -21,34 +19,11 @@ from regard.convert.linear import (
     refuse_unsupported,
     weight_and_bias,
 )
-from regard.convert.lossy.directions import directions_of
+from regard.convert.lossy.directions import Lossy, directions_of
 from regard.convert.lossy.sensitivity import sensitivity
 from regard.hf.loading.offloaded import fetched
 from regard.layers.attention import Attention
 from regard.layers.latent_kv import LatentKVAttention
-
-
-@dataclass(frozen=True, eq=False)
-class Latentized:
-    """A layer with a joint latent, and the share of the energy of keys and values that it loses.
-
-    Attributes:
-        layer: the new layer.
-        lost: over the calibration text, with the weights of keys and values that the fit uses; 0.01
-            is 1 %.
-
-    Examples:
-        >>> import torch
-        >>> from regard import GroupedQueryAttention
-        >>> from regard.convert import latentize
-        >>> gqa = GroupedQueryAttention(16, 4, 2)
-        >>> latentized = latentize(gqa, rank=16, covariance=torch.eye(16))
-        >>> abs(latentized.lost) < 1e-6  # 16 is the full rank
-        True
-    """
-
-    layer: LatentKVAttention
-    lost: float
 
 
 def as_latent(layer: Attention) -> LatentKVAttention:
@@ -80,7 +55,7 @@ def latentize(
     rank: int,
     covariance: Float[Tensor, "E E"],
     inputs: Float[Tensor, "*N L E"] | None = None,
-) -> Latentized:
+) -> Lossy[LatentKVAttention]:
     """The attention over a joint latent of `rank` elements a token, chosen by calibration.
 
     Args:
@@ -114,7 +89,7 @@ def latentize(
         )
     metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
     up, down, lost = directions_of(weight, covariance, rank, metric)
-    return Latentized(_build(layer, down, up), lost)
+    return Lossy(_build(layer, down, up), lost)
 
 
 def _stacked(layer: Attention) -> Float[Tensor, "R E"]:

@@ -27,6 +27,7 @@ from regard.convert.linear import (
     with_kv_heads,
 )
 from regard.convert.lossy.directions import (
+    Lossy,
     PlainRows,
     RotaryRows,
     energy_of,
@@ -45,33 +46,13 @@ REACH = 512  # tokens between a query and a key
 Method = Literal["aligned", "mean", "first"]
 
 
-@dataclass(frozen=True, eq=False)
-class Regrouped:
-    """A layer with fewer key heads, and what it lost.
-
-    Attributes:
-        layer: the new layer.
-        lost: the share of the energy of scores and values; NaN where it is not known.
-
-    Examples:
-        >>> from regard import MultiHeadAttention
-        >>> from regard.convert import regroup
-        >>> regrouped = regroup(MultiHeadAttention(16, 4), 4)  # as many as before
-        >>> regrouped.lost
-        0.0
-    """
-
-    layer: Attention
-    lost: float
-
-
 def regroup(
     layer: Attention,
     num_kv_heads: int,
     *,
     covariance: Float[Tensor, "E E"] | None = None,
     method: Method = "aligned",
-) -> Regrouped:
+) -> Lossy[Attention]:
     """The attention with fewer key and value heads, GQA or MQA; lossy, so measure the result.
 
     Args:
@@ -80,9 +61,8 @@ def regroup(
         covariance: `E[x x^T]` of the layer's inputs over some text (`Moments.covariance`, or
             `Moments.augmented` where projections have biases).
         method: `"aligned"` needs the covariance. `"mean"` and `"first"` are the GQA paper's mean
-            pooling and first head (Ainslie et al. 2023, arXiv:2305.13245): their models need
-                training
-            to be usable.
+            pooling and first head (Ainslie et al. 2023, arXiv:2305.13245): without training their
+            models are not usable.
 
     Raises:
         ValueError: if the heads do not divide, there is no covariance, or keys are normed: a norm
@@ -102,10 +82,10 @@ def regroup(
             "merged in groups of one size"
         )
     if num_kv_heads == layer.num_kv_heads:
-        return Regrouped(layer, 0.0)
+        return Lossy(layer, 0.0)
     refuse_width_norm(layer)
     if method != "aligned":
-        return Regrouped(_pooled(layer, num_kv_heads, method), float("nan"))
+        return Lossy(_pooled(layer, num_kv_heads, method), float("nan"))
     refuse_unsupported(layer, "an aligned merge")
     if covariance is None:
         raise ValueError(
@@ -125,7 +105,7 @@ def _pooled(layer: Attention, num_kv_heads: int, method: Method) -> Attention:
     return with_kv_heads(layer, num_kv_heads, pooled)
 
 
-def _aligned(layer: Attention, num_kv_heads: int, covariance: Tensor) -> Regrouped:
+def _aligned(layer: Attention, num_kv_heads: int, covariance: Tensor) -> Lossy[Attention]:
     size = layer.num_kv_heads // num_kv_heads
     groups = [list(range(layer.num_kv_heads))]
     if num_kv_heads > 1:
@@ -144,7 +124,7 @@ def _aligned(layer: Attention, num_kv_heads: int, covariance: Tensor) -> Regroup
     weight, offset = weight_and_bias(layer, "o_proj")
     merged["o_proj"] = linear_of(output.to(weight.dtype).contiguous(), offset)
     losses = [each.lost / each.energy for each in (*keys, *values)]
-    return Regrouped(with_kv_heads(layer, num_kv_heads, merged), sum(losses) / len(losses))
+    return Lossy(with_kv_heads(layer, num_kv_heads, merged), sum(losses) / len(losses))
 
 
 def _projection(layer: Attention, name: str, rows: Float64[Tensor, "R E1"]) -> nn.Linear:

@@ -4,7 +4,6 @@ One gather of a few integers a call. Only if the ranks differ, or one of them re
 texts gathered, so that every rank raises the same error, which names the ranks.
 """
 
-import ctypes
 import hashlib
 import json
 import re
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from regard.cache.paging.contexts import tensor_digest
 from regard.distributed.ranks import Ranks
 from regard.masks import Mask
 from regard.masks.row_data import DataMask
@@ -113,7 +113,7 @@ def _told(ranks: Ranks, own: list[Any]) -> list[Any]:
 def text_of(mask: Mask) -> str:
     """A mask as text that is the same on ranks with the same rule, and another for other data."""
     rule = re.sub(" at 0x[0-9a-f]+", "", repr(mask))  # addresses differ between ranks
-    return f"{rule} (digest {_digest(_code(mask)):08x})"
+    return f"{rule} (digest {_digest_of(_code(mask)) & 0xFFFFFFFF:08x})"
 
 
 _DIGESTS: WeakKeyDictionary[DataMask, str] = WeakKeyDictionary()  # their tensors never change
@@ -131,7 +131,7 @@ def _code(value: object) -> str:
         case Mask() | Span():
             return _fields(value)
         case Tensor():
-            return f"{value.dtype}{list(value.shape)}{_digest_of_tensor(value)}"
+            return tensor_digest("mask", value).hex()
         case tuple() | list():
             return f"[{', '.join(map(_code, value))}]"
         case None | bool() | int() | float() | str():
@@ -151,16 +151,6 @@ def _fields(value: object) -> str:
         names = [each.name for each in fields(value) if each.init]
     given = ", ".join(f"{name}={_code(getattr(value, name))}" for name in names)
     return f"{type(value).__qualname__}({given})"
-
-
-def _digest_of_tensor(value: Tensor) -> int:
-    data = value.detach().cpu().contiguous()
-    return _digest(ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b"")
-
-
-def _digest(data: bytes | str) -> int:
-    raw = data.encode() if isinstance(data, str) else data
-    return int.from_bytes(hashlib.sha1(raw, usedforsecurity=False).digest()[:4])
 
 
 def _digest_of(text: str) -> int:

@@ -21,9 +21,9 @@ from regard.distributed.context.rectangles import Scoring
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
 from regard.masks import EVERYTHING, Mask, Span
-from regard.masks.runs import Runs
 from regard.ops.attend import prepare
 from regard.ops.bias import ScoreBias
+from regard.ops.block_gradients import without_derivative
 from regard.ops.check import check_tensors, refuse_jit_trace
 from regard.ops.partial import Partial
 from regard.tracing import is_forward_mode, is_transformed
@@ -168,32 +168,17 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
-        saved = ctx.saved_tensors
-        grads = _Gradients.apply(ctx.task, wanted, ctx.kept_runs, slope, *saved)  # type: ignore[no-untyped-call]
-        return None, *grads
+        task, wanted = ctx.task, ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors  # read once: a checkpoint that is not reentrant allows no more
+        tensors, rest = saved[: len(wanted)], saved[len(wanted) :]
+        found, kept = Partial(*rest[:2]), Tokens(ctx.kept_runs, rest[2:])
+        with torch.no_grad():
+            given = task.given(tensors), task.given(wanted)
+            grads = backward_pass(task, *given, found, kept, slope)
+        return None, *without_derivative(grads, slope, *tensors, reason=_SECOND)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass; an operation of its own, which can be recorded but has no derivative."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        task: Task,
-        wanted: tuple[bool, ...],
-        kept_runs: Runs,
-        slope: Tensor,
-        *saved: Any,  # tensors, and None for arguments that were not given
-    ) -> tuple[Tensor | None, ...]:
-        number = len(wanted)
-        given, found = task.given(saved[:number]), Partial(*saved[number : number + 2])
-        kept = Tokens(kept_runs, saved[number + 2 :])
-        return backward_pass(task, given, task.given(wanted), found, kept, slope)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor | None) -> Tensor:
-        raise ValueError(
-            "context parallel has no second derivative, because its backward pass computes the "
-            "scores again without recording them; the layer on one device has"
-        )
+_SECOND = (
+    "context parallel has no second derivative, because its backward pass computes the scores "
+    "again without recording them"
+)

@@ -9,17 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.layers import forward, heads_objection, refuse
 from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan
-from regard.distributed.context.sending import uses_length
+from regard.distributed.context.sending import KINDS, uses_length
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout
 from regard.distributed.tensor.heads import split_of
 from regard.distributed.tensor.parallel import is_of_transformers
-from regard.layers.attention import Attention
-from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import Mask
 
-KINDS = (Attention, MultiHeadLatentAttention, LatentKVAttention)
 REPLACED: dict[str, Any] = {"forward": forward, "weights": refuse, "explain": refuse}
 
 

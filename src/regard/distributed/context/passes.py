@@ -1,7 +1,6 @@
 """The forward and the backward pass of attention over the tokens of several ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +14,10 @@ from regard.distributed.context.exchanging import (
     Round,
     Streams,
     Tokens,
-    token_bytes,
 )
 from regard.distributed.context.gradients import Attended, Sums, add_gradients, of_sinks
 from regard.distributed.context.needed import slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
-from regard.distributed.ranks import counted
 from regard.masks.runs import Runs
 from regard.ops.partial import Partial, merge
 from regard.tracing import without_autocast
@@ -141,27 +138,14 @@ class Task:
         """The slots of this rank's tokens."""
         return slots_of(self.exchange.needs.shards, self.exchange.ranks.rank)
 
-    @contextmanager
-    def sending(self, tokens: int, streams: Streams, what: str) -> Iterator[None]:
-        """A block, without autocast, that sends so many tokens of these streams.
-
-        Raises:
-            RuntimeError: if nothing was sent though something was needed.
-        """
-        with without_autocast(self.scoring.device), counted() as sent:
-            yield
-        if tokens * token_bytes(streams) and not sent.bytes:
-            raise RuntimeError(f"{what} sends {tokens} tokens by its plan, but nothing was sent")
-
 
 def forward_pass(task: Task, given: Given) -> tuple[Partial, Tokens]:
     """The output and the log-sum-exp of this rank's queries, and the tokens of other ranks
     that the backward pass reads again: all of them in a gather, none in a ring."""
-    exchange, rank = task.exchange, task.exchange.ranks.rank
-    own = Tokens(task.slots, given.streams)
+    exchange, own = task.exchange, Tokens(task.slots, given.streams)
     kept = Tokens([], ())
     q, found = given.q, _nothing(task, given)
-    with task.sending(exchange.needs.sent_tokens(rank), given.streams, "the forward pass"):
+    with without_autocast(task.scoring.device):
         for _, tokens in exchange.arrivals(own):
             if exchange.kind == "gather":
                 kept = tokens
@@ -194,12 +178,8 @@ def backward_pass(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of all tensors of a call, in their order; None for those not wanted."""
     run = _Backward(task, given, wanted, found, slope)
-    exchange = task.exchange
-    needs, rank = exchange.needs, exchange.ranks.rank
-    count = needs.received_tokens(rank) if run.total.streams else 0  # whose gradients are returned
-    count += needs.sent_tokens(rank) if exchange.kind == "ring" else 0
-    with task.sending(count, given.streams, "the backward pass"):
-        own = Tokens(task.slots, given.streams)
+    exchange, own = task.exchange, Tokens(task.slots, given.streams)
+    with without_autocast(task.scoring.device):
         again = [(exchange.rounds[0], kept)] if exchange.kind == "gather" else None
         for step, tokens in again or exchange.arrivals(own):
             run.step(step, tokens)

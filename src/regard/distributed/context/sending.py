@@ -18,6 +18,7 @@ from regard.layers.latent_kv import LatentKVAttention, as_stream
 from regard.masks import Mask, Span
 from regard.rope import Rope
 
+KINDS = (Attention, MultiHeadLatentAttention, LatentKVAttention)
 Parts = tuple[Part, ...]
 
 

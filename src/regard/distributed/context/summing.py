@@ -112,15 +112,20 @@ def gathered(x: Tensor, ranks: Ranks, layout: Layout, dim: int) -> Tensor:
     return whole
 
 
+def whole_of(ranks: Ranks, shards: Shards, x: Tensor, step: str, dim: int = 1) -> Tensor:
+    """Gather this rank's tokens to those of the sequence, without gradients."""
+    missing = max(shards.lengths) - x.shape[dim]
+    filler = x.new_zeros([missing if i == dim else n for i, n in enumerate(x.shape)])
+    pieces = ranks.all_gather(torch.cat([x, filler], dim), step)
+    cut = [piece.narrow(dim, 0, n) for piece, n in zip(pieces, shards.lengths, strict=True)]
+    return shards.joined(cut, dim)
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: Shards, dim: int) -> Tensor:
         ctx.ranks, ctx.shards, ctx.dim = ranks, shards, dim
-        missing = max(shards.lengths) - x.shape[dim]
-        filler = x.new_zeros([missing if i == dim else n for i, n in enumerate(x.shape)])
-        pieces = ranks.all_gather(torch.cat([x, filler], dim), "tokens of the whole sequence")
-        cut = [piece.narrow(dim, 0, n) for piece, n in zip(pieces, shards.lengths, strict=True)]
-        return shards.joined(cut, dim)
+        return whole_of(ranks, shards, x, "tokens of the whole sequence", dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

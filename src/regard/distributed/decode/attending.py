@@ -4,8 +4,6 @@ Keys that every query may attend to need no mask, so that pages which lie side b
 storage are one call of a backend. The others are one call with a mask made for their slots.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,9 +11,10 @@ from regard.cache import Part
 from regard.cache.parts import storage_of
 from regard.constants import accumulating_dtype
 from regard.distributed.decode.slots import Segment, Slots
-from regard.masks import EVERYTHING, Dense, Mask, Span
+from regard.masks import EVERYTHING, Mask, Span
 from regard.masks.runs import Runs, complement, intersection
 from regard.ops.backends import BACKENDS
+from regard.ops.blocks import Block, part_of
 from regard.ops.call import Call, is_everything
 from regard.ops.choose import choose, objection_of
 from regard.ops.partial import Partial, merge
@@ -43,13 +42,16 @@ def attend_locally(prepared: Prepared, q: Tensor, part: Part, slots: Slots, rank
         prepared = prepared.stored_as(storage_of([part]))
         call = prepared.call.but(joined=len(part.streams) == 1)
         if _shows_all(call):
-            return _attended(prepared.name, _unmasked(call, part.kv_stop), q, part)
-        size = _block_size(call)
-        found = []
+            whole = call.at(Span(0, call.num_queries, 0, part.kv_stop))
+            return _attended(prepared.name, whole, q, part)
+        size, found = _block_size(call), []
         for first in range(0, call.num_queries, size):
-            block = _rows(call, first, min(first + size, call.num_queries))
-            rows = q.narrow(2, first, block.num_queries)
-            found.append(_block(prepared.name, block, rows, part, slots, rank))
+            queries = range(first, min(first + size, call.num_queries))
+            parts = _parts(call, queries, part, slots, rank)
+            rows = q.narrow(2, first, len(queries))
+            every = [_attended(prepared.name, over, rows, keys) for over, keys in parts]
+            every = every or [nothing(call, len(queries))]
+            found.append(merge(*every) if len(every) > 1 else every[0])
     if len(found) == 1:
         return found[0]
     return Partial(torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2))
@@ -80,86 +82,49 @@ def _block_size(call: Call) -> int:
     return size
 
 
-def _rows(call: Call, first: int, stop: int) -> Call:
-    """The call of some of the queries."""
-    if (first, stop) == (0, call.num_queries):
-        return call
-    assert isinstance(call.span.q_start, int)
-    start, bias = call.span.q_start, call.score_bias
-    span = Span(start + first, start + stop, call.span.kv_start, call.span.kv_stop)
-    whole = Span(start + first, start + stop, call.given_span.kv_start, call.given_span.kv_stop)
-    if isinstance(bias, Tensor) and bias.dim() >= 2 and bias.shape[-2] != 1:
-        bias = bias.narrow(-2, first, stop - first)
-    return call.but(span=span, given_span=whole, score_bias=bias)
-
-
-def _block(name: str, call: Call, q: Tensor, part: Part, slots: Slots, rank: int) -> Partial:
-    """Attention of a block of queries to the segments of the storage that they may attend to."""
-    found = [
-        _attended(name, piece, q, part.narrow(segment.start, segment.stop))
-        for segment, piece in _pieces(call, slots, rank)
+def _parts(
+    call: Call, queries: range, part: Part, slots: Slots, rank: int
+) -> list[tuple[Call, Part]]:
+    """The segments of a rank's storage that some queries may attend to, and the calls over them."""
+    return [
+        (_over(call, queries, segment, mask), part.narrow(segment.start, segment.stop))
+        for runs, mask in _visible(call, queries)
+        for segment in slots.segments(rank, runs)
     ]
-    if len(found) == 1:
-        return found[0]
-    return merge(*found) if found else nothing(call)
 
 
-def _pieces(call: Call, slots: Slots, rank: int) -> Iterator[tuple[Segment, Call]]:
-    """Segments of a rank's storage, each with the call over it."""
-    for runs, mask in _visible(call):
-        for segment in slots.segments(rank, runs):
-            yield segment, _over(call, segment, mask)
-
-
-def _visible(call: Call) -> list[tuple[Runs, Mask]]:
-    """Slots visible to all queries, which need no mask, and the other slots visible to some."""
-    span = call.span
+def _visible(call: Call, queries: range) -> list[tuple[Runs, Mask]]:
+    """Slots visible to all of the queries, which need no mask, and the others visible to some."""
+    keys = call.span.kv_start, call.span.kv_stop
+    span = call.span.part(queries.start, queries.stop, *keys)
     some, every, _ = call.mask.finder()(span.first_query, span.last_query)
-    some = intersection(some, [(span.kv_start, span.kv_stop)])
+    some = intersection(some, [keys])
     every = intersection(some, every)
     return [(every, EVERYTHING), (intersection(some, complement(every)), call.mask)]
 
 
-def _over(call: Call, segment: Segment, mask: Mask) -> Call:
-    """The call over one segment, whose slots may have gaps."""
-    runs, count = segment.runs, segment.stop - segment.start
-    hull = Span(call.span.q_start, call.span.q_stop, runs[0][0], runs[-1][1])
-    placed = call.but(span=hull, mask=mask.within(hull))
-    if len(runs) == 1:
-        return placed
-    if is_everything(placed.mask) and not _has_columns(call):
-        return _unmasked(call, count)
-    columns = torch.cat([torch.arange(start, stop) for start, stop in runs]) - hull.kv_start
-    span = Span(0, call.num_queries, 0, count)
-    keep: Mask = EVERYTHING
-    if not is_everything(placed.mask):
-        keep = Dense(_at(placed.keep(), columns)).within(span)
-    bias = placed.bias()
-    bias = None if bias is None else _at(bias, columns)
-    return call.but(span=span, given_span=span, mask=keep, score_bias=bias)
-
-
-def _unmasked(call: Call, keys: int) -> Call:
-    """The call over so many keys, all of which are visible, at any slots."""
-    span = Span(0, call.num_queries, 0, keys)
-    return call.but(span=span, given_span=span, mask=EVERYTHING)
-
-
-def _at(x: Tensor, columns: Tensor) -> Tensor:
-    return x if x.dim() == 0 or x.shape[-1] == 1 else x.index_select(-1, columns.to(x.device))
+def _over(call: Call, queries: range, segment: Segment, mask: Mask) -> Call:
+    """The call of some queries over one segment, whose slots may have gaps."""
+    if mask is EVERYTHING and call.score_bias is None:
+        span = Span(0, len(queries), 0, segment.stop - segment.start)
+        return call.but(span=span, given_span=span, mask=mask)
+    rows, first = (0, call.batch), call.span.kv_start
+    return part_of(
+        call, Block(rows, queries.start, len(queries), segment.runs, first, mask, aligned=False)
+    )
 
 
 def _attended(name: str, call: Call, q: Tensor, part: Part) -> Partial:
     """Attention to one part, by the backend of that name if it can run it."""
     if not call.num_keys:
-        return nothing(call)
+        return nothing(call, call.num_queries)
     if objection_of(call, name) is not None:
         name = choose(call)
     return Partial(*attend_part(BACKENDS[name], call, q, part, partial=True))
 
 
-def nothing(call: Call) -> Partial:
-    """Attention to no key, of full shape."""
-    shape, dtype = (call.batch, call.num_heads, call.num_queries), accumulating_dtype(call.dtype)
+def nothing(call: Call, queries: int) -> Partial:
+    """Attention of so many queries to no key, of full shape."""
+    shape, dtype = (call.batch, call.num_heads, queries), accumulating_dtype(call.dtype)
     out = torch.zeros(*shape, call.v_head_dim, dtype=dtype, device=call.device)
     return Partial(out, torch.full(shape, -torch.inf, dtype=dtype, device=call.device))

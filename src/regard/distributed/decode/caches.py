@@ -6,12 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.cache import Cache, KVCache
+from regard.distributed.context.sending import KINDS
 from regard.distributed.decode.sharded import ShardedCache
-from regard.layers.attention import Attention
-from regard.layers.latent import MultiHeadLatentAttention
-from regard.layers.latent_kv import LatentKVAttention
-
-_KINDS = (Attention, MultiHeadLatentAttention, LatentKVAttention)
 
 
 def sharded_caches(
@@ -60,7 +56,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
         ValueError: if there is none.
     """
     modules = module.named_modules()
-    layers: dict[str, nn.Module] = {name: x for name, x in modules if isinstance(x, _KINDS)}
+    layers: dict[str, nn.Module] = {name: x for name, x in modules if isinstance(x, KINDS)}
     if not layers:
         raise ValueError(
             f"{type(module).__name__} contains no attention layer of regard that could fill a "

@@ -1,7 +1,7 @@
 """The tensor-parallel plans of regard's layers: parameters that are split or replicated."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,18 +14,12 @@ from regard.distributed.tensor.linear import (
     CopiedOutput,
     LocalForward,
     SplitLinear,
-    SummedOutput,
     SummedSquares,
     SummedSquaresOfKeys,
 )
 from regard.distributed.tensor.placing import Placing
 from regard.distributed.tensor.split_layers import SplitAttention, SplitLatent, SplitLayer
-from regard.distributed.tensor.weights import (
-    ReplicatedStyle,
-    Share,
-    SplitStyle,
-    is_split,
-)
+from regard.distributed.tensor.weights import SplitStyle, is_split
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention
@@ -35,23 +29,9 @@ from regard.ops.bias import RelativeBias
 Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
 
 
-class Kind(NamedTuple):
-    """The tensor-parallel plan of a kind of layer.
-
-    Attributes:
-        kv_heads: key heads whose weights are split.
-        linears: the names of the linear layers that are split or replicated.
-        styles: of the modules inside the layer.
-    """
-
-    kv_heads: Callable[[Any], int]
-    linears: tuple[str, ...]
-    styles: Callable[[Any, Placing], Styles]
-
-
-def kind_of(layer: nn.Module) -> Kind | None:
-    """The plan for a layer's kind; None if the layer is not one of regard's."""
-    return next((kind for each, kind in KINDS.items() if isinstance(layer, each)), None)
+def kind_of(layer: nn.Module) -> type[nn.Module] | None:
+    """The class of regard that a layer belongs to; None if the layer is not one of regard's."""
+    return next((kind for kind in STYLES if isinstance(layer, kind)), None)
 
 
 def layout_of(layer: Any, size: int) -> HeadLayout:
@@ -63,9 +43,9 @@ def layout_of(layer: Any, size: int) -> HeadLayout:
         >>> layout_of(GroupedQueryAttention(64, 8, 2), 4).heads(3)
         range(6, 8)
     """
-    kind = kind_of(layer)
-    assert kind is not None
-    return HeadLayout(layer.num_heads, kind.kv_heads(layer), size)
+    # MLA rebuilds a key head for each query head
+    latent = isinstance(layer, MultiHeadLatentAttention)
+    return HeadLayout(layer.num_heads, layer.num_heads if latent else layer.num_kv_heads, size)
 
 
 # objections
@@ -80,16 +60,13 @@ def objection(layer: Any, size: int) -> str | None:
         >>> objection(SelfAttention(8), 2)
         'it has one head and no output projection; leave it out'
     """
-    kind = kind_of(layer)
-    assert kind is not None
     if isinstance(getattr(layer, "o_proj", None), nn.Identity):
         return "it has one head and no output projection; leave it out"
     children = [child for name, child in layer.named_children() if name != "score_bias"]
     if split_of(layer) is not None or any(map(is_split, children)):
         return "its parameters are split already; call this once, and before fully_shard"
-    for name in kind.linears:
-        linear = getattr(layer, name, None)
-        if linear is not None and (why := matrix_objection(linear)) is not None:
+    for name, child in layer.named_children():
+        if "proj" in name and (why := matrix_objection(child)) is not None:
             return f"{name} {why}; call this before adapters, quantisation and hooks are added"
     return _norm_objection(layer, size) or _bias_objection(layer.score_bias)
 
@@ -127,24 +104,23 @@ def _bias_objection(bias: object) -> str | None:
 
 def split_styles(layer: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
     """The heads of a layer and the styles for `parallelize_module`. All ranks make it together."""
-    kind = kind_of(layer)
+    kind, layout = kind_of(layer), layout_of(layer, ranks.size)
     assert kind is not None
-    split = HeadSplit(layer.num_heads, kind.kv_heads(layer), ranks.size, ranks)
+    split = HeadSplit(layout.num_heads, layout.num_kv_heads, ranks.size, ranks)
     place = Placing.of(split)
-    styles = kind.styles(layer, place)
+    styles = STYLES[kind](layer, place)
     if isinstance(layer.score_bias, RelativeBias):
-        styles["score_bias"] = ReplicatedStyle(split, LocalForward, place.replicated(summed=True))
+        styles["score_bias"] = place.whole(LocalForward, summed=True)
     return split, styles
 
 
 def _attention(layer: Any, place: Placing) -> Styles:
-    size = layer.head_dim
-    rows = SplitStyle(place.split, SplitLinear, _both(place.kv_heads(size)))
+    rows = place.linear(SplitLinear, place.kv_heads(layer.head_dim))
     return {
-        "q_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(size))),
+        "q_proj": place.linear(SplitLinear, place.heads(layer.head_dim)),
         "k_proj": rows,
         "v_proj": rows,
-        "o_proj": _output(place, size),
+        "o_proj": place.output(layer.head_dim),
         **_norms(layer, place),
         **_gate(layer, place),
         "": SplitStyle(place.split, SplitAttention, {"sinks": place.heads(1)}),
@@ -155,59 +131,44 @@ def _gate(layer: Any, place: Placing) -> Styles:
     if getattr(layer, "gate_proj", None) is None:  # transformers' MLA has no such attribute
         return {}
     channels = layer.gate_proj.out_features // layer.num_heads
-    return {"gate_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(channels)))}
+    return {"gate_proj": place.linear(SplitLinear, place.heads(channels))}
 
 
 def latent_styles(layer: Any, place: Placing) -> Styles:
-    queries = _both(place.heads(layer.qk_head_dim))
-    whole = ReplicatedStyle(place.split, SplitLinear, place.replicated(summed=False))
+    """The styles of MLA: a layer of regard, or a module of transformers."""
+    queries = place.linear(CopiedInput, place.heads(layer.qk_head_dim))
     rebuilt = layer.qk_nope_head_dim + layer.v_head_dim
     styles: Styles = {
-        "kv_a_proj_with_mqa": whole,
-        "kv_a_layernorm": _norm(place, summed=False),
-        "kv_b_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(rebuilt))),
-        "o_proj": _output(place, layer.v_head_dim),
+        "kv_a_proj_with_mqa": place.whole(SplitLinear),
+        "kv_a_layernorm": place.whole(LocalForward),
+        "kv_b_proj": place.linear(SplitLinear, place.heads(rebuilt)),
+        "o_proj": place.output(layer.v_head_dim),
         **_gate(layer, place),
         "": SplitStyle(place.split, SplitLatent, {"sinks": place.heads(1)}),
     }
     if layer.q_lora_rank is None:
-        return {"q_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
-    low = {"q_a_proj": whole, "q_a_layernorm": _norm(place, summed=False)}
-    return {**low, "q_b_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
+        return {"q_proj": queries, **styles}
+    low = {"q_a_proj": place.whole(SplitLinear), "q_a_layernorm": place.whole(LocalForward)}
+    return {**low, "q_b_proj": queries, **styles}
 
 
 def _latent_kv(layer: Any, place: Placing) -> Styles:
     size = layer.head_dim
-    rebuilt = _both(place.keys_then_values(size))
     return {
-        "q_proj": SplitStyle(place.split, CopiedInput, _both(place.heads(size))),
-        "kv_a_proj": ReplicatedStyle(place.split, CopiedOutput, place.replicated(summed=False)),
-        "kv_b_proj": SplitStyle(place.split, SplitLinear, rebuilt),
-        "o_proj": _output(place, size),
+        "q_proj": place.linear(CopiedInput, place.heads(size)),
+        "kv_a_proj": place.whole(CopiedOutput),
+        "kv_b_proj": place.linear(SplitLinear, place.keys_then_values(size)),
+        "o_proj": place.output(size),
         **_norms(layer, place),
         "": SplitStyle(place.split, SplitLayer, {}),
     }
-
-
-def _both(share: Share) -> dict[str, Share]:
-    return {"weight": share, "bias": share}
-
-
-def _output(place: Placing, channels: int) -> SplitStyle:
-    shares = {"weight": place.heads(channels, dim=1), "bias": place.replicated(summed=False)}
-    return SplitStyle(place.split, SummedOutput, shares)
-
-
-def _norm(place: Placing, *, summed: bool) -> ReplicatedStyle:
-    """A norm that every rank applies, to heads of its own (`summed` gradients) or to the same."""
-    return ReplicatedStyle(place.split, LocalForward, place.replicated(summed=summed))
 
 
 def _norms(layer: Any, place: Placing) -> Styles:
     if layer.q_norm is None:
         return {}
     if not layer.norm_width:
-        return dict.fromkeys(("q_norm", "k_norm"), _norm(place, summed=True))
+        return dict.fromkeys(("q_norm", "k_norm"), place.whole(LocalForward, summed=True))
     of_queries, of_keys = place.heads(layer.head_dim), place.kv_heads(layer.head_dim)
     return {
         "q_norm": SplitStyle(place.split, SummedSquares, {"weight": of_queries}),
@@ -215,25 +176,10 @@ def _norms(layer: Any, place: Placing) -> Styles:
     }
 
 
-KINDS: dict[type[nn.Module], Kind] = {
-    Attention: Kind(
-        lambda layer: layer.num_kv_heads,
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"),
-        _attention,
-    ),
-    MultiHeadLatentAttention: Kind(
-        lambda layer: layer.num_heads,
-        (
-            *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-            *("o_proj", "gate_proj"),
-        ),
-        latent_styles,
-    ),
-    LatentKVAttention: Kind(
-        lambda layer: layer.num_kv_heads,
-        ("q_proj", "kv_a_proj", "kv_b_proj", "o_proj"),
-        _latent_kv,
-    ),
+STYLES: dict[type[nn.Module], Callable[[Any, Placing], Styles]] = {
+    Attention: _attention,
+    MultiHeadLatentAttention: latent_styles,
+    LatentKVAttention: _latent_kv,
 }
 
 
@@ -252,12 +198,8 @@ class Plan:
         """Why the module cannot be split; None if it can. Changes and sends nothing."""
         return objection(self.module, self.ranks.size)
 
-    def styles(self) -> tuple[HeadSplit, Styles]:
-        """The heads, and the styles of the modules inside. All ranks make them together."""
-        return split_styles(self.module, self.ranks)
-
     def apply(self, mesh: DeviceMesh) -> None:
         """Split the module."""
-        split, styles = self.styles()
+        split, styles = split_styles(self.module, self.ranks)
         parallelize_module(self.module, mesh, styles)
         self.module.head_split = split  # type: ignore[assignment]

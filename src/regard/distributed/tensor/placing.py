@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.heads import HeadLayout, HeadSplit
-from regard.distributed.tensor.weights import Share
+from regard.distributed.tensor.linear import SummedOutput
+from regard.distributed.tensor.weights import Share, Split, SplitStyle
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
 
@@ -108,6 +109,20 @@ class Placing:
         if self.mesh.ndim == 2:
             placements = Shard(0), Replicate()
         return Share(self.mesh, placements, 0, order_of(rows, total), self.replicas)
+
+    def linear(self, kind: type[Split], rows: Share) -> SplitStyle:
+        """A linear layer, the rows of whose weight and bias are split."""
+        return SplitStyle(self.split, kind, {"weight": rows, "bias": rows})
+
+    def output(self, channels: int) -> SplitStyle:
+        """The linear layer that reads the outputs of the heads: its columns are split."""
+        shares = {"weight": self.heads(channels, dim=1), "bias": self.replicated(summed=False)}
+        return SplitStyle(self.split, SummedOutput, shares)
+
+    def whole(self, kind: type[Split], *, summed: bool = False) -> SplitStyle:
+        """A module that every rank has and applies to the same, or, with `summed` gradients, to
+        its own heads."""
+        return SplitStyle(self.split, kind, self.replicated(summed=summed))
 
     def replicated(self, *, summed: bool) -> Share:
         """Every rank has it; its gradients are summed where each rank's is that of its heads."""

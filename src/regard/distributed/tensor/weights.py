@@ -80,8 +80,7 @@ class Share:
         """The parameter as on one device, to be saved: a DTensor of that shape."""
         if self.order is None or not isinstance(parameter, DTensor):
             return parameter
-        whole = self.of_one_device(parameter.full_tensor().detach())
-        return _like(whole, parameter)
+        return _like(self.of_one_device(parameter.full_tensor().detach()), parameter)
 
     def loaded(self, value: Tensor, parameter: Tensor) -> Tensor:
         """A value of the shape on one device, to be copied into the parameter."""
@@ -98,7 +97,7 @@ class Share:
 
 
 def _like(whole: Tensor, parameter: DTensor) -> DTensor:
-    """A tensor that every rank has, placed as a parameter is."""
+    """A tensor that every rank has, placed as a parameter is: on more ranks after fully_shard."""
     whole = whole.to(parameter.device).contiguous()
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
@@ -157,16 +156,28 @@ class SplitStyle(ParallelStyle):
     Args:
         split: the heads of the layer.
         mixin: the class that is added to the bases of the module's class.
-        shares: how each parameter lies on the ranks; of names that are missing or None, nothing.
+        shares: how each parameter lies on the ranks, by name; or how all lie of the module and of
+            those inside it. This is done once where layers share the module.
     """
 
-    def __init__(self, split: HeadSplit, mixin: type[Split], shares: dict[str, Share]) -> None:
+    def __init__(
+        self, split: HeadSplit, mixin: type[Split], shares: dict[str, Share] | Share
+    ) -> None:
         super().__init__()
         self.split, self.mixin, self.shares = split, mixin, shares
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(self.shares, dict):
+            self._split(module, self.shares)
+            return module
+        for each in module.modules():
+            if each._parameters and not isinstance(each, Split):
+                self._split(each, dict.fromkeys(each._parameters, self.shares))
+        return module
+
+    def _split(self, module: nn.Module, shares: dict[str, Share]) -> None:
         own = module._parameters
-        shares = {name: s for name, s in self.shares.items() if own.get(name) is not None}
+        shares = {name: each for name, each in shares.items() if own.get(name) is not None}
         for name, share in shares.items():
             old = own[name]
             assert old is not None
@@ -174,29 +185,6 @@ class SplitStyle(ParallelStyle):
             own[name] = nn.Parameter(new, requires_grad=old.requires_grad)
         module.shares, module.split = shares, self.split  # type: ignore[assignment]
         module.__class__ = split_class(type(module), self.mixin)
-        return module
-
-
-class ReplicatedStyle(SplitStyle):
-    """Every rank has all parameters of a module and of those inside it; done once where layers
-    share the module.
-
-    Args:
-        split: the heads of the layer.
-        mixin: the class that is added to the bases of the module's class.
-        share: how each parameter lies on the ranks.
-    """
-
-    def __init__(self, split: HeadSplit, mixin: type[Split], share: Share) -> None:
-        super().__init__(split, mixin, {})
-        self.share = share
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for each in module.modules():
-            if each._parameters and not isinstance(each, Split):
-                self.shares = dict.fromkeys(each._parameters, self.share)
-                super()._apply(each, device_mesh)
-        return module
 
 
 def is_split(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.masks import Dense, Span
-from regard.ops.bias import Alibi, RelativeBias, ScoreBias, split_additive
+from regard.ops.bias import Alibi, BiasWith, RelativeBias, ScoreBias, split_additive
 
 SPANS = [(0, 4, 0, 4), (5, 6, 0, 6), (3, 7, 2, 9), (0, 1, 3, 3), (200, 203, 0, 260)]
 
@@ -211,3 +211,15 @@ def test_split_additive_keeps_shape_and_gradient():
 def test_wrong_arguments_are_refused_with_the_reason(unchecked, make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_learned_rule_reads_the_parameters_that_it_is_given():
+    rule = RelativeBias(2, num_buckets=8, max_distance=6)
+    other = torch.randn(8, 2, requires_grad=True)
+    options = {"device": "cpu", "dtype": torch.float32}
+    span = Span(0, 5, 0, 5)
+    bias = BiasWith(rule, {"relative_attention_bias.weight": other}).bias(span, **options)
+    bias.sum().backward()
+    assert other.grad is not None and rule.relative_attention_bias.weight.grad is None
+    rule.relative_attention_bias.weight = torch.nn.Parameter(other.detach())
+    assert torch.equal(bias, rule.bias(span, **options))

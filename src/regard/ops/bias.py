@@ -2,13 +2,14 @@
 bias."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from regard.constants import device_vector
 from regard.masks import Dense, Span
@@ -185,6 +186,31 @@ class RelativeBias(nn.Module):
             f"RelativeBias({self.num_heads}, num_buckets={self.num_buckets}, "
             f"max_distance={self.max_distance}, bidirectional={self.bidirectional})"
         )
+
+
+class BiasWith(nn.Module):
+    """A learned rule for score biases, with other tensors in place of its parameters.
+
+    Args:
+        rule: a module with the method `bias`.
+        tensors: by the names of the parameters and buffers in the rule.
+    """
+
+    def __init__(self, rule: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.rule = rule
+        self._tensors = {f"rule.{name}": each for name, each in tensors.items()}
+
+    def bias(
+        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
+    ) -> Tensor:
+        """As the rule's own method."""
+        bias: Tensor = functional_call(self, self._tensors, (span, device, dtype))
+        return bias
+
+    def forward(self, span: Span, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+        bias: Tensor = self.rule.bias(span, device=device, dtype=dtype)  # type: ignore[operator]
+        return bias
 
 
 def split_additive(

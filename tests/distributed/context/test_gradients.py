@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from regard import Causal, Documents, Padding, RelativeBias, SlidingWindow, Span, attend
+from regard import Causal, Documents, Padding, SlidingWindow, attend
 from regard.distributed.context.gradients import (
     Attended,
-    Relearned,
     Sums,
     add_gradients,
     of_sinks,
@@ -91,15 +89,3 @@ def test_a_sink_that_is_minus_infinity_has_no_gradient():
     known = Attended(x, x, lse, x, torch.ones(1, 1, 2), None, ())
     assert of_sinks(torch.tensor([-torch.inf]), known).tolist() == [0.0]
     assert of_sinks(torch.tensor([0.0]), known).tolist() == [-1.0]
-
-
-def test_a_learned_rule_reads_the_parameters_that_it_is_given():
-    rule = RelativeBias(2, num_buckets=8, max_distance=6)
-    other = torch.randn(8, 2, requires_grad=True)
-    options = {"device": "cpu", "dtype": torch.float32}
-    span = Span(0, 5, 0, 5)
-    bias = Relearned(rule, (other,)).bias(span, **options)
-    bias.sum().backward()
-    assert other.grad is not None and rule.relative_attention_bias.weight.grad is None
-    rule.relative_attention_bias.weight = nn.Parameter(other.detach())
-    assert torch.equal(bias, rule.bias(span, **options))

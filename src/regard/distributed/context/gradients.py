@@ -6,11 +6,10 @@ a value `p * slope` (FlashAttention, Dao et al. 2022, arXiv:2205.14135, section 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from regard.distributed.context.rectangles import (
     Rectangle,
@@ -20,9 +19,9 @@ from regard.distributed.context.rectangles import (
     tiles,
 )
 from regard.heads import group_heads, ungroup_heads
-from regard.masks import Span
 from regard.ops.backends.common import columns_contiguous, without_hidden
 from regard.ops.backends.sdpa import clamped
+from regard.ops.bias import BiasWith
 from regard.ops.block_gradients import backward_block, for_masked
 from regard.ops.call import Call, is_empty
 from regard.ops.definition import scores
@@ -137,8 +136,9 @@ def _add_tile(
     call = scoring.call(tile.span, q, k, v, bias)
     if is_empty(call):
         return
-    if learned:
-        call = call.but(score_bias=Relearned(call.score_bias, tuple(learned)))
+    if isinstance(rule := call.score_bias, nn.Module):
+        names = (name for name, _ in rule.named_parameters())
+        call = call.but(score_bias=BiasWith(rule, dict(zip(names, learned, strict=True))))
     with torch.enable_grad():
         loss = _surrogate(call, tile, known, q, k, v)
     grads = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], allow_unused=True)
@@ -171,31 +171,3 @@ def of_sinks(sinks: Tensor, known: Attended) -> Tensor:
     score = sinks.to(known.lse.dtype)[None, :, None]
     weight = torch.exp(score - known.lse).masked_fill(known.lse == -torch.inf, 0.0)
     return -(weight * known.delta).sum((0, 2))
-
-
-@dataclass(frozen=True)
-class Relearned:
-    """A learned rule for score biases, with other parameters."""
-
-    rule: Any
-    learned: tuple[Tensor, ...]
-
-    def bias(
-        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
-    ) -> Tensor:
-        names = (f"rule.{name}" for name, _ in self.rule.named_parameters())
-        present = dict(zip(names, self.learned, strict=True))
-        found: Tensor = functional_call(_Bias(self.rule), present, (span, device, dtype))
-        return found
-
-
-class _Bias(nn.Module):
-    """A rule as a module that is called."""
-
-    def __init__(self, rule: Any) -> None:
-        super().__init__()
-        self.rule = rule
-
-    def forward(self, span: Span, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
-        bias: Tensor = self.rule.bias(span, device=device, dtype=dtype)
-        return bias

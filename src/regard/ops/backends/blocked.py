@@ -14,16 +14,15 @@ from functools import partial as bound
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from regard.constants import accumulating_dtype
-from regard.masks import Span
 from regard.masks.runs import Runs
 from regard.ops import block_gradients, fast_precision
 from regard.ops.backends import eager, sdpa
 from regard.ops.backends.common import columns_contiguous, may_check
 from regard.ops.backends.sdpa import Hiding
+from regard.ops.bias import BiasWith
 from regard.ops.block_gradients import Step, for_masked, forward_block
 from regard.ops.blocks import BLOCK, Block, Gathered, part_of
 from regard.ops.blocks import plan as blocks_of
@@ -308,27 +307,10 @@ def _with_present_bias(call: Call) -> Call:
     """The call with its learned bias bound to the present parameters: `functional_call` replaces
     them only during the forward pass."""
     if call.needs_grad and isinstance(call.score_bias, nn.Module):
-        return replace(call, score_bias=_PresentBias(call.score_bias))
+        rule = call.score_bias
+        present = dict(rule.named_parameters()) | dict(rule.named_buffers())
+        return replace(call, score_bias=BiasWith(rule, present))
     return call
-
-
-class _PresentBias(nn.Module):
-    """A learned rule for score biases, with the parameters that it had when this was made."""
-
-    def __init__(self, rule: nn.Module) -> None:
-        super().__init__()
-        self.rule = rule
-        self._present = dict(self.named_parameters()) | dict(self.named_buffers())
-
-    def bias(
-        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
-    ) -> Tensor:
-        bias: Tensor = functional_call(self, self._present, (span, device, dtype))
-        return bias
-
-    def forward(self, span: Span, device: torch.device, dtype: torch.dtype) -> Tensor:
-        bias: Tensor = self.rule.bias(span, device=device, dtype=dtype)  # type: ignore[operator]
-        return bias
 
 
 def _attend(

@@ -91,7 +91,7 @@ def write_tensors(
         file.write(header)
         for tensor in tensors.values():
             for piece in _pieces(tensor):
-                file.write(_memory(piece.cpu()))
+                file.write(memory_of(piece.cpu()))
 
 
 @contextmanager
@@ -133,7 +133,7 @@ class TensorFile(NamedTuple):
         with torch.inference_mode(False):
             tensor = torch.empty(shape, dtype=self.entries[name].dtype, device="cpu")
         self.file.seek(start)
-        count = self.file.readinto(_memory(tensor))
+        count = self.file.readinto(memory_of(tensor))
         if count != tensor.nbytes:
             raise file_error(self.path, f"{name!r} has {tensor.nbytes} bytes", count)
         return tensor
@@ -176,7 +176,7 @@ def _pieces(x: Tensor | Stacked) -> Iterator[Tensor]:
             yield from _pieces(piece)
 
 
-def _memory(x: Tensor) -> Any:
+def memory_of(x: Tensor) -> Any:
     """The bytes of a contiguous tensor, as a buffer that is read from or written to."""
     if sys.byteorder != "little":
         raise OSError("files of tensors are little-endian, this machine is not; use another one")

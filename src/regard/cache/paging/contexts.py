@@ -3,16 +3,17 @@
 A prefix that was stored under one context is never found under another.
 """
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from regard.cache.files import memory_of
 
 Modules = nn.Module | Sequence[nn.Module]
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
@@ -21,30 +22,6 @@ _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depend
 }
 _HOW = {"backend", "dropout", "form", "precision"}  # how a layer computes, not what
 _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequencies change
-
-
-@runtime_checkable
-class Configuration(Protocol):
-    """A model's configuration, as transformers has it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its entries."""
-
-
-@runtime_checkable
-class Sharded(Protocol):
-    """A tensor that is split over ranks, such as a `DTensor`."""
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor; all ranks call this."""
-
-
-@runtime_checkable
-class Wrapper(Protocol):
-    """A tensor that consists of others, as torch's compiler knows them."""
-
-    def __tensor_flatten__(self) -> tuple[Sequence[str], object]:
-        """The names of the tensors, and what tells apart tensors of the same ones."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +86,8 @@ def context_of(module: Modules, *, name: str = "") -> Context:
 
 def _computation(model: nn.Module) -> bytes:
     """A digest of a model without its weights: arguments, adapters, ropes, configuration."""
-    config = getattr(model, "config", None)
-    entries = _effective(config.to_dict()) if isinstance(config, Configuration) else {}
+    config: Any = getattr(model, "config", None)
+    entries = _effective(getattr(config, "to_dict", dict)())
     modules = (
         (name, type(module).__name__, _arguments_of(module), list(_ropes_of(module)))
         for name, module in model.named_modules()
@@ -259,8 +236,7 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
             f"{name!r} is on device {str(tensor.device)!r} without data, and a fingerprint reads "
             "every byte; load the model's weights first"
         )
-    if isinstance(tensor, Sharded):
-        return tensor_digest(name, tensor.full_tensor())
+    tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # of a DTensor
     inner = _inner_entries(tensor)
     if inner is not None:
         return sha256(type(tensor).__name__.encode(), *(_digest_of(name, each) for each in inner))
@@ -271,37 +247,28 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
         )
     header = f"{tensor.dtype} {list(tensor.shape)}".encode()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    here = plain.cpu()  # kept while its memory is read
-    return sha256(header, _memory(here))
+    return sha256(header, memory_of(plain.cpu()))
 
 
 def _inner_entries(tensor: Tensor) -> Sequence[Any] | None:
     """The tensors that a quantised tensor or a wrapper consists of; None for a plain tensor."""
-    if isinstance(tensor, Wrapper):
-        names, about = tensor.__tensor_flatten__()
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, about = flatten()
         return (*(entry for each in names for entry in (each, getattr(tensor, each))), repr(about))
     if tensor.is_quantized:
         return (str(tensor.dtype), str(tensor.qscheme()), tensor.dequantize())
     return None
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in main memory, of any dtype, without a copy: the caller
-    holds the tensor while it reads them."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def sha256(*parts: bytes | memoryview) -> bytes:
+def sha256(*parts: Any) -> bytes:
     """SHA-256 over parts, each with its length before it."""
     digest = hashlib.sha256()
     _update(digest, *parts)
     return digest.digest()
 
 
-def _update(digest: Any, *parts: bytes | memoryview) -> None:
+def _update(digest: Any, *parts: Any) -> None:
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)

@@ -16,6 +16,7 @@ from regard.cache.paging.contexts import Context
 from regard.cache.paging.memory import Kind, Memory
 from regard.cache.paging.pages import Outline, Page, PageTable, outlines_of
 from regard.cache.paging.prefixes import Node
+from regard.cache.paging.tables import each_length
 from regard.cache.saving import (
     Record,
     lengths_from,
@@ -237,8 +238,7 @@ def _rows_of(state: dict[str, Any]) -> tuple[Lengths, list[int]]:
     lengths, tables = lengths_from(state), state.get("tables")
     if not isinstance(tables, list) or not all(_is_table(each) for each in tables):
         raise ValueError(f"tables have a first page and pages, got {tables!r:.200}")
-    rows = lengths.rows
-    numbers: list[int] = [lengths.longest] * len(tables) if rows is None else rows.tolist()
+    numbers = each_length(lengths, len(tables))
     if len(numbers) != len(tables):
         raise ValueError(f"rows have a length each, got {numbers!r:.200} of {len(tables)} rows")
     return lengths, numbers

@@ -16,6 +16,7 @@ from regard.cache.paging.tables import (
     cost_of_cut,
     cost_of_selection,
     cut,
+    each_length,
     pages_of,
     select,
 )
@@ -177,7 +178,7 @@ class PagedCache(Stored):
             lengths = self._lengths.truncated(length, self._like)
             self._check_window(length, lengths)
             self._rows.settle()
-            rows = _numbers(lengths, len(self.rows))
+            rows = each_length(lengths, len(self.rows))
             if self._kind is not None:
                 cost = cost_of_cut(self._kind, self.rows, rows)
                 self.memory.check_room(cost.copies, cost.freed)
@@ -351,7 +352,7 @@ class PagedCache(Stored):
         """Raise unless the tables hold the windows of the next tokens."""
         if self.window is None:
             return
-        stops, size = _numbers(lengths, len(self.rows)), self.memory.page_size
+        stops, size = each_length(lengths, len(self.rows)), self.memory.page_size
         if len(stops) != len(self.rows):
             raise ValueError(
                 f"length={length} is of rows, and this cache of a prefix has none before its first "
@@ -383,17 +384,9 @@ class PagedCache(Stored):
 
     def row_lengths(self, count: int | None = None) -> list[int]:
         """The number of tokens of each row; `count` rows of a cache that has none yet."""
-        return _numbers(self._lengths, len(self.rows) if count is None else count)
+        return each_length(self._lengths, len(self.rows) if count is None else count)
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
         rollback = f", rollback={self.rollback}" if self.rollback else ""
         return f"PagedCache({self.pool!r}{window}{rollback})"
-
-
-def _numbers(lengths: Lengths, rows: int) -> list[int]:
-    """The length of each row."""
-    if lengths.rows is None:
-        return [lengths.longest] * rows
-    numbers: list[Any] = lengths.rows.tolist()
-    return numbers

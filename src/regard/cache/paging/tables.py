@@ -16,11 +16,20 @@ from regard.cache.paging.offloading import Reading
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.reading import Segment, parts_of, segments_of
 from regard.cache.parts import Part
+from regard.cache.streams import Lengths
 
 
 def pages_of(tables: Iterable[PageTable]) -> Iterator[Page]:
     """The pages of all rows; one that rows share comes once for each."""
     return (page for table in tables for page in table.pages)
+
+
+def each_length(lengths: Lengths, rows: int) -> list[int]:
+    """The length of each of so many rows."""
+    if lengths.rows is None:
+        return [lengths.longest] * rows
+    numbers: list[int] = lengths.rows.tolist()
+    return numbers
 
 
 # ---- changes: new tables, whose pages are not counted yet ----

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.cache.paging.contexts import tensor_digest
 from regard.convert.healing.environment import fast_attention, only_training, others_in
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
-from regard.convert.healing.state import Record, fingerprint, load_record, load_state, save_state
+from regard.convert.healing.state import Record, load_record, load_state, save_state
 from regard.convert.measuring import divergence
 from regard.hf.families.finding import find
 from regard.hf.generating.predicting import hidden_states
@@ -351,4 +352,5 @@ def _task(
     shapes = {name: list(each.shape) for name, each in trained.items()}
     values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(recipe).items()}
     values["autocast"] = None if recipe.autocast is None else str(recipe.autocast)
-    return {**values, **asdict(budget), "tokens": fingerprint(tokens), "trained": shapes}
+    digest = tensor_digest("tokens", tokens.to(torch.int64)).hex()
+    return {**values, **asdict(budget), "tokens": digest, "trained": shapes}

@@ -4,7 +4,6 @@ The file is renamed into place when it is complete, so that an interruption at a
 complete state, the newest or the one before.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 
 from regard.cache.files import TensorFile, open_tensors, write_tensors
 
@@ -33,11 +31,6 @@ class Record:
     def steps(self) -> int:
         """Steps done."""
         return len(self.losses)
-
-
-def fingerprint(tokens: Int[Tensor, "N L"]) -> str:
-    """A digest of the windows."""
-    return hashlib.sha256(tokens.to(torch.int64).cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def save_state(

@@ -267,13 +267,7 @@ class ShardedCache(Stored, Attending):
                 "ShardedCache has rows of one length, got a tensor; truncate to a whole number, "
                 "or use KVCache() or StaticCache(max_length)"
             )
-        check_whole("length", length)
-        if not 0 <= length <= self.length:
-            raise ValueError(
-                f"length={length} is not in 0..{self.length}, the tokens held; give truncate the "
-                "number of tokens that remain"
-            )
-        return length
+        return self.lengths.truncated(length).longest
 
     def _check(self, pieces: list[Piece], new: Sequence[Tensor]) -> None:
         """Raise on every rank alike, before anything is sent or changed."""

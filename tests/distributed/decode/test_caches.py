@@ -7,7 +7,7 @@ from torch import nn
 from layers import assert_same, inputs, make
 from ranks import on_ranks
 from regard import StaticCache
-from regard.distributed.decode.caches import layers_of, sharded_caches
+from regard.distributed.decode.caches import sharded_caches
 from regard.distributed.tensor.parallel import tensor_parallel
 
 
@@ -44,4 +44,4 @@ def test_a_cache_for_every_layer():
 
 def test_modules_without_layers_are_refused():
     with pytest.raises(ValueError, match="Linear contains no attention layer of regard"):
-        layers_of(nn.Linear(2, 2))
+        sharded_caches(nn.Linear(2, 2), mesh=None)

@@ -146,6 +146,14 @@ class Memory:
                 "PagePool"
             )
 
+    def fits(self, needed: int, freed: int) -> bool:
+        """Whether so many pages can be taken before `freed` others are free. Raises as
+        `check_room`."""
+        self.check_room(needed, freed)
+        if needed <= self.num_pages - len(self.pages):
+            return True
+        return needed <= self.num_pages - sum(page.references > 0 for page in self.pages)
+
     def reserve(self, needed: Sequence[Slab]) -> None:
         """Make room for one more page in each of these slabs.
 

@@ -181,9 +181,8 @@ class PagedCache(Stored):
             rows = each_length(lengths, len(self.rows))
             if self._kind is not None:
                 cost = cost_of_cut(self._kind, self.rows, rows)
-                self.memory.check_room(cost.copies, cost.freed)
-                if cost.copies:  # first whole pages are released, which makes room for the copies
-                    size = self.memory.page_size
+                if not self.memory.fits(cost.copies, cost.freed):
+                    size = self.memory.page_size  # whole pages make room for the copies
                     whole = [-(-each // size) * size for each in rows]
                     self._cut(self._kind, [*map(min, whole, self.row_lengths())])
                 self._cut(self._kind, rows)
@@ -213,11 +212,11 @@ class PagedCache(Stored):
                 return
             numbers: list[int] = rows.tolist()
             cost = cost_of_selection(self.rows, numbers)
-            self.memory.check_room(cost.copies, cost.freed)
-            first = list(dict.fromkeys(numbers))
-            self._select(first)  # rows that are dropped make room for the copies of others
-            if first != numbers:
-                self._select([first.index(each) for each in numbers])
+            if not self.memory.fits(cost.copies, cost.freed):
+                first = list(dict.fromkeys(numbers))  # rows that are dropped make room for copies
+                self._select(first)
+                numbers = [first.index(each) for each in numbers]
+            self._select(numbers)
 
     def fork(self) -> "PagedCache":
         """A copy that goes on by itself: sealed pages are shared, open ones copied.

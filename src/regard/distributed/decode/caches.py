@@ -43,18 +43,6 @@ def sharded_caches(
         ...     print("a layer of regard, and a mesh: init_device_mesh('cpu', (2,))")
         a layer of regard, and a mesh: init_device_mesh('cpu', (2,))
     """
-    return {
-        name: ShardedCache(mesh, page_size, storage, layer=layer)
-        for name, layer in layers_of(module).items()
-    }
-
-
-def layers_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers of regard inside a module, by name.
-
-    Raises:
-        ValueError: if there is none.
-    """
     modules = module.named_modules()
     layers: dict[str, nn.Module] = {name: x for name, x in modules if isinstance(x, KINDS)}
     if not layers:
@@ -62,4 +50,6 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
             f"{type(module).__name__} contains no attention layer of regard that could fill a "
             "cache; transformers models take regard.hf.cache(model, 'made', make=...)"
         )
-    return layers
+    return {
+        name: ShardedCache(mesh, page_size, storage, layer=layer) for name, layer in layers.items()
+    }

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.linear import linear_of, weight_and_bias
-from regard.convert.recording import first, input_of, observing, recording
+from regard.convert.recording import Recorded, first, input_of, observing, recording
 from regard.hf.families.finding import attention_modules
 from regard.hf.running.binding import bound, calling, is_bound
 
@@ -112,7 +112,11 @@ def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
                 [1., 2.]], dtype=torch.float64)
     """
     moments = [Moments() for _ in modules]
-    with observing(modules, [lambda call, own=own: own.add(call.x) for own in moments]):
+
+    def adding(own: Moments) -> Callable[[Recorded], None]:
+        return lambda call: own.add(call.x)
+
+    with observing(modules, [adding(each) for each in moments]):
         yield moments
 
 

@@ -47,7 +47,7 @@ class SplitLayer(Split):
 
     def gated(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of this rank's heads times their gates."""
-        return super().gated(self._shared(x), out)  # type: ignore[misc, no-any-return]
+        return super().gated(self._shared(x), out)  # type: ignore[misc]
 
     def _shared(self, x: Any) -> Any:
         return self.split.shared(x) if isinstance(x, Tensor) else x
@@ -87,7 +87,7 @@ class SplitLatent(SplitLayer):
         """
         own: Any = self
         if not attends_for_all_heads(cache):
-            return super().choose(span)  # type: ignore[misc, no-any-return]
+            return super().choose(span)  # type: ignore[misc]
         if own.form == "expanded":
             raise ValueError(
                 "form='expanded' rebuilds the keys of this rank's heads, and the cache attends for "

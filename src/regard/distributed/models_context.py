@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.agreement import agree
 from regard.distributed.context.layers import heads_objection
-from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan
+from regard.distributed.context.plan import (
+    ContextParallel,
+    Exchange,
+    agree_on_plan,
+    on_removal,
+    replace,
+)
 from regard.distributed.context.sending import Call, widths_of
 from regard.distributed.context.summing import whole_of
 from regard.distributed.models_attention import ShardedCall, forward
@@ -148,11 +154,11 @@ def _run_on_shards(plan: ModelContextParallel, model: Any) -> None:
     def complete(model: Any, args: Any, given: Any) -> tuple[tuple[()], dict[str, Any]]:
         return (), complete_arguments(plan, model, args, given)
 
-    plan.on_removal(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
+    on_removal(plan, model.register_forward_pre_hook(complete, with_kwargs=True).remove)
     for module in plan.layers:
-        plan.replace(module, "forward", MethodType(forward, module))
+        replace(plan, module, "forward", MethodType(forward, module))
     if hasattr(model, "generate"):
-        plan.replace(model, "generate", MethodType(_refuse_to_generate, model))
+        replace(plan, model, "generate", MethodType(_refuse_to_generate, model))
 
 
 def _refuse_to_generate(model: Any, *args: Any, **options: Any) -> NoReturn:

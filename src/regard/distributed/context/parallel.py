@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.layers import forward, heads_objection, refuse
-from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan
+from regard.distributed.context.plan import ContextParallel, Exchange, agree_on_plan, replace
 from regard.distributed.context.sending import KINDS, uses_length
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout
@@ -89,9 +89,9 @@ def context_parallel(
     find = partial(_layers_of, model_or_layer)
     plan = agree_on_plan(ContextParallel, mesh, exchange, layout, find)
     for layer in plan.layers:
-        plan.replace(layer, "context_parallel", plan)
+        replace(plan, layer, "context_parallel", plan)
         for name, function in REPLACED.items():  # bound: a deep copy of the layer calls itself
-            plan.replace(layer, name, MethodType(function, layer))
+            replace(plan, layer, name, MethodType(function, layer))
     return plan
 
 

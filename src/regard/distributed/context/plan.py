@@ -42,7 +42,7 @@ class ContextParallel:
     layout: Layout
     exchange: Exchange
     layers: tuple[Any, ...]
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _undo: list[Callable[[], Any]] = field(default_factory=list, repr=False)
 
     def shards(self, length: int) -> Shards:
         """The tokens of each rank, for a sequence of this length."""
@@ -100,23 +100,10 @@ class ContextParallel:
         """The mask of a layer, and the widths of its streams."""
         return layer.mask, widths_of(layer)
 
-    def replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of this module alone, until `remove`. Class, weights and hooks stay."""
-        attributes = module.__dict__
-        existed, before = name in attributes, attributes.get(name)
-        attributes[name] = value
-        self.on_removal(partial(attributes.pop, name, None))
-        if existed:
-            self.on_removal(partial(attributes.__setitem__, name, before))
-
-    def on_removal(self, undo: Callable[[], Any]) -> None:
-        """Call a function in `remove`, after those that were given before it."""
-        self._undo.append(undo)
-
     def remove(self) -> None:
         """Let every layer be as on one device again."""
         while self._undo:
-            self._undo.pop(0)()
+            self._undo.pop()()
 
     def __deepcopy__(self, memo: object) -> "ContextParallel":
         return self  # a copy of a layer has the same ranks: process groups are not copied
@@ -126,6 +113,22 @@ class ContextParallel:
             f"ContextParallel({len(self.layers)} layers, rank {self.ranks.rank} of "
             f"{self.ranks.size}, layout={self.layout!r}, exchange={self.exchange!r})"
         )
+
+
+def replace(plan: ContextParallel, module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of one module, until `plan.remove()`. Class, weights and hooks stay."""
+    attributes = module.__dict__
+    if name in attributes:
+        undo = partial(attributes.__setitem__, name, attributes[name])
+    else:
+        undo = partial(attributes.pop, name, None)
+    attributes[name] = value
+    on_removal(plan, undo)
+
+
+def on_removal(plan: ContextParallel, undo: Callable[[], Any]) -> None:
+    """Call a function in `plan.remove()`, too."""
+    plan._undo.append(undo)
 
 
 def agree_on_plan(

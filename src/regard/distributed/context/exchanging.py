@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.distributed.context.needed import Needs, length_of, slots_of, union_of
+from regard.distributed.context.needed import Needs, slots_of
 from regard.distributed.ranks import Pending, Ranks
-from regard.masks.runs import Runs, intersection, without_gaps
+from regard.masks.runs import Runs, intersection, length_of, union, without_gaps
 from regard.ops.blocks import GAP
 
 Kind = Literal["ring", "gather"]
@@ -94,7 +94,7 @@ class Exchange:
                 following = self._send(rounds[number + 1], own)
             if self.ranks.rank in step.sources:
                 parts = [*parts, own]
-            pieces = union_of([slots_of(self.needs.shards, rank) for rank in step.sources])
+            pieces = union(*(slots_of(self.needs.shards, rank) for rank in step.sources))
             yield step, arrange(parts, pieces) if parts else Tokens([], own.streams)
 
     def _send(self, step: Round, own: Tokens) -> "Arriving":
@@ -149,7 +149,7 @@ def arrange(parts: Sequence[Tokens], pieces: Runs) -> Tokens:
         parts: the tokens, one part or more.
         pieces: the slots of the ranks that the parts come from.
     """
-    known = union_of([part.runs for part in parts])
+    known = union(*(part.runs for part in parts))
     runs = [run for piece in pieces for run in without_gaps(intersection(known, [piece]), GAP)]
     if len(parts) == 1 and parts[0].runs == runs:
         return parts[0]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from regard.distributed.shards import Shards
 from regard.masks import Mask, Span
 from regard.masks.row_data import row_masks
-from regard.masks.runs import Finder, Runs, intersection, union
+from regard.masks.runs import Finder, Runs, intersection, length_of, union
 
 QUERIES = 128  # in a block whose visible keys are found together
 _MOST = 64  # tables that are memoised: the masks of a model's layers, for some sequences
@@ -116,7 +116,7 @@ def _needs(mask: Mask, shards: Shards) -> Needs:
         find = row.finder()
         for rank in range(shards.ranks):
             blocks = (block for piece in shards.pieces(rank) for block in _blocks(find, *piece))
-            seen[rank] = union_of([seen[rank], *(find(*block).some for block in blocks)])
+            seen[rank] = union(seen[rank], *(find(*block).some for block in blocks))
     slots = [slots_of(shards, rank) for rank in range(shards.ranks)]
     table = tuple(tuple(tuple(intersection(mine, its)) for its in slots) for mine in seen)
     return Needs(shards, table)
@@ -124,7 +124,7 @@ def _needs(mask: Mask, shards: Shards) -> Needs:
 
 def slots_of(shards: Shards, rank: int) -> Runs:
     """The slots of a rank's tokens; pieces that follow one another are one run."""
-    return union(list(shards.pieces(rank)), [])
+    return union(list(shards.pieces(rank)))
 
 
 def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
@@ -135,13 +135,3 @@ def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
         for begin, end in pairwise(cuts)
         for first in range(begin, end, QUERIES)
     ]
-
-
-def union_of(lists: list[Runs]) -> Runs:
-    """The slots in any of the lists."""
-    return union([run for runs in lists for run in runs], [])
-
-
-def length_of(runs: Runs) -> int:
-    """The number of slots in runs."""
-    return sum(stop - start for start, stop in runs)

@@ -18,7 +18,7 @@ from regard.distributed.context.exchanging import (
 from regard.distributed.context.gradients import Attended, Sums, add_gradients, of_sinks
 from regard.distributed.context.needed import slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
-from regard.masks.runs import Runs
+from regard.masks.runs import Runs, length_of
 from regard.ops.partial import Partial, merge
 from regard.tracing import without_autocast
 
@@ -235,7 +235,7 @@ class _Backward:
 
     def _found(self, tokens: Tokens) -> Tokens:
         """The gradients of a step's tokens."""
-        number = sum(stop - start for start, stop in tokens.runs)
+        number = length_of(tokens.runs)
         queries = self.given.q.shape[2]
         if not number or not queries:
             shapes = ((*x.shape[:2], number, x.shape[3]) for x in self.total.streams)

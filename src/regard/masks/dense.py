@@ -17,7 +17,6 @@ from regard.masks.runs import (
     Runs,
     Shown,
     intersection,
-    length_of,
     true_runs,
     union,
     unknown,
@@ -236,9 +235,13 @@ def edges_of(strips: list[Strip]) -> Iterator[int]:
     joined: Runs = []
     apart = rows = 0
     for index, (some, _) in enumerate(strips):
-        both, apart = union(joined, some), apart + length_of(some)
+        both, apart = union(joined, some), apart + _length(some)
         rows += 1
-        if rows * length_of(both) > _JOINED * apart:
+        if rows * _length(both) > _JOINED * apart:
             yield index * STRIP
-            both, apart, rows = some, length_of(some), 1
+            both, apart, rows = some, _length(some), 1
         joined = both
+
+
+def _length(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)

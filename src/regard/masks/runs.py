@@ -103,11 +103,6 @@ def true_runs(flags: Bool[Tensor, " n"]) -> Runs:
     return list(pairwise(edges))[0 if bool(flags[0]) else 1 :: 2]
 
 
-def length_of(runs: Runs) -> int:
-    """The number of slots in runs."""
-    return sum(stop - start for start, stop in runs)
-
-
 def contains(runs: Runs, start: int, stop: int) -> bool:
     """Whether the slots `start..stop` all lie in one run."""
     return any(low <= start and stop <= high for low, high in runs)

@@ -14,10 +14,9 @@ from regard.distributed.context.exchanging import (
     streams_of,
     token_bytes,
 )
-from regard.distributed.context.needed import needs_of, slots_of
+from regard.distributed.context.needed import length_of, needs_of, slots_of
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
-from regard.masks.runs import length_of
 
 
 def tokens(runs, dtypes=(torch.float32,)):

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.distributed.context.needed import Needs, slots_of
+from regard.distributed.context.needed import Needs, length_of, slots_of
 from regard.distributed.ranks import Pending, Ranks
-from regard.masks.runs import Runs, intersection, length_of, union, without_gaps
+from regard.masks.runs import Runs, intersection, union, without_gaps
 from regard.ops.blocks import GAP
 
 Kind = Literal["ring", "gather"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from regard.distributed.shards import Shards
 from regard.masks import Mask, Span
 from regard.masks.row_data import row_masks
-from regard.masks.runs import Finder, Runs, intersection, length_of, union
+from regard.masks.runs import Finder, Runs, intersection, union
 
 QUERIES = 128  # in a block whose visible keys are found together
 _MOST = 64  # tables that are memoised: the masks of a model's layers, for some sequences
@@ -135,3 +135,8 @@ def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
         for begin, end in pairwise(cuts)
         for first in range(begin, end, QUERIES)
     ]
+
+
+def length_of(runs: Runs) -> int:
+    """The number of slots in runs."""
+    return sum(stop - start for start, stop in runs)

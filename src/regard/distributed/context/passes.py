@@ -16,9 +16,9 @@ from regard.distributed.context.exchanging import (
     Tokens,
 )
 from regard.distributed.context.gradients import Attended, Sums, add_gradients, of_sinks
-from regard.distributed.context.needed import slots_of
+from regard.distributed.context.needed import length_of, slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
-from regard.masks.runs import Runs, length_of
+from regard.masks.runs import Runs
 from regard.ops.partial import Partial, merge
 from regard.tracing import without_autocast
 

@@ -1,8 +1,7 @@
 """Another sequence's keys and values, projected once, and the layer that they belong to."""
 
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import ref
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from jaxtyping import Float, Int
@@ -33,27 +32,24 @@ class Memory:
 
     k: Float[Tensor, "B G S D"]
     v: Float[Tensor, "B G S D"]
-    _layer: "ref[nn.Module] | None" = field(default=None, init=False, repr=False)  # made it
 
     def reorder(self, rows: Int[Tensor, " N"]) -> "Memory":
         """The memory of these batch rows, `[N]` integers: for beams, selection and repetition."""
-        return Memory(self.k[rows], self.v[rows])._of(self._layer)
-
-    def _of(self, layer: "ref[nn.Module] | None") -> "Memory":
-        if layer is not None:
-            object.__setattr__(self, "_layer", layer)
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, (self.k, self.v)  # copies and unpickled ones belong to no layer
+        chosen = Memory(self.k[rows], self.v[rows])
+        if self in _LAYER_OF:
+            _LAYER_OF[chosen] = _LAYER_OF[self]
+        return chosen
 
 
 Context = Tensor | Memory | None  # another sequence, `[B, S, C]`, or its memory
+_LAYER_OF: WeakKeyDictionary[Memory, "ref[nn.Module]"] = WeakKeyDictionary()
 
 
 def recorded_for(layer: nn.Module, memory: Memory) -> Memory:
     """Record that the memory belongs to `layer`."""
-    return memory._of(None if torch.compiler.is_compiling() else ref(layer))
+    if not torch.compiler.is_compiling():
+        _LAYER_OF[memory] = ref(layer)
+    return memory
 
 
 def check_own(layer: nn.Module, memory: Memory, want: tuple[int, int]) -> None:
@@ -64,9 +60,9 @@ def check_own(layer: nn.Module, memory: Memory, want: tuple[int, int]) -> None:
             f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this one has "
             f"{want}; call remember() on this layer"
         )
-    if torch.compiler.is_compiling() or memory._layer is None:
+    if torch.compiler.is_compiling() or memory not in _LAYER_OF:
         return
-    if memory._layer() not in (layer, None):
+    if _LAYER_OF[memory]() not in (layer, None):
         raise ValueError(
             "context was remembered by another layer of the same sizes; call remember() on this "
             "layer, or, where both have the same weights, give Memory(memory.k, memory.v)"

@@ -111,26 +111,25 @@ def _gradients(ctx: Any, slope: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor,
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-BLOCKED = "backend='blocked' has no second derivative, because torch's kernel has none"
-
-
 def without_derivative(
-    grads: tuple[Tensor | None, ...], *read: Tensor | None, reason: str = BLOCKED
+    grads: tuple[Tensor | None, ...], *read: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return gradients unchanged, through an operation of autograd that refuses a second
     derivative, which would silently be 0 otherwise."""
-    return tuple(_Gradients.apply(grads, reason, *read))  # type: ignore[no-untyped-call]
+    return tuple(_Gradients.apply(grads, *read))  # type: ignore[no-untyped-call]
 
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grads: Any, reason: str, *read: Tensor) -> Any:
-        ctx.reason = reason
+    def forward(ctx: Any, grads: Any, *read: Tensor) -> Any:
         return grads
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Tensor:
-        raise ValueError(f"{ctx.reason}; on one device backend='eager' has every derivative")
+        raise ValueError(
+            "attention in blocks, or over ranks, has no second derivative, because its backward "
+            "pass is not recorded; on one device backend='eager' has every derivative"
+        )
 
 
 def forward_block(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:

@@ -175,10 +175,4 @@ class _Attend(torch.autograd.Function):
         with torch.no_grad():
             given = task.given(tensors), task.given(wanted)
             grads = backward_pass(task, *given, found, kept, slope)
-        return None, *without_derivative(grads, slope, *tensors, reason=_SECOND)
-
-
-_SECOND = (
-    "context parallel has no second derivative, because its backward pass computes the scores "
-    "again without recording them"
-)
+        return None, *without_derivative(grads, slope, *tensors)

@@ -42,7 +42,7 @@ class ContextParallel:
     layout: Layout
     exchange: Exchange
     layers: tuple[Any, ...]
-    _undo: list[Callable[[], Any]] = field(default_factory=list, repr=False)
+    _undo: list[Callable[[], Any]] = field(default_factory=list, init=False, repr=False)
 
     def shards(self, length: int) -> Shards:
         """The tokens of each rank, for a sequence of this length."""

@@ -8,7 +8,6 @@ compete with the spinning ones for the cores. So they are used only where there 
 import ctypes
 import functools
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -78,5 +77,5 @@ def _after_fork() -> None:
     _pool.cache_clear()
 
 
-if sys.platform != "win32":
+if os.name == "posix":
     os.register_at_fork(after_in_child=_after_fork)

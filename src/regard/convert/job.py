@@ -238,7 +238,7 @@ def _healed(
 def _fast_dtype(device: str) -> torch.dtype | None:
     """bfloat16 where the device has products of it, else None."""
     if device != "cpu":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
     instructions = set(" ".join(processor()).lower().split())
     return torch.bfloat16 if instructions & {"avx512_bf16", "amx_bf16", "bf16"} else None
 

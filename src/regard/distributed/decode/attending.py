@@ -11,7 +11,7 @@ from regard.cache import Part
 from regard.cache.parts import storage_of
 from regard.constants import accumulating_dtype
 from regard.distributed.decode.slots import Segment, Slots
-from regard.masks import EVERYTHING, Mask, Span
+from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.masks.runs import Runs, complement, intersection
 from regard.ops.backends import BACKENDS
 from regard.ops.blocks import Block, part_of
@@ -105,13 +105,27 @@ def _visible(call: Call, queries: range) -> list[tuple[Runs, Mask]]:
 
 def _over(call: Call, queries: range, segment: Segment, mask: Mask) -> Call:
     """The call of some queries over one segment, whose slots may have gaps."""
+    span = Span(0, len(queries), 0, segment.stop - segment.start)
     if mask is EVERYTHING and call.score_bias is None:
-        span = Span(0, len(queries), 0, segment.stop - segment.start)
         return call.but(span=span, given_span=span, mask=mask)
-    rows, first = (0, call.batch), call.span.kv_start
-    return part_of(
-        call, Block(rows, queries.start, len(queries), segment.runs, first, mask, aligned=False)
+    rows, runs, first = (0, call.batch), segment.runs, call.span.kv_start
+    hull = [(runs[0][0], runs[-1][1])]
+    placed = part_of(
+        call, Block(rows, queries.start, len(queries), hull, first, mask, aligned=False)
     )
+    if len(runs) == 1:
+        return placed
+    columns = torch.cat([torch.arange(*run) for run in runs]) - runs[0][0]
+    keep: Mask = EVERYTHING
+    if not is_everything(placed.mask):
+        keep = Dense(_at(placed.keep(), columns)).within(span)
+    bias = placed.bias()
+    bias = None if bias is None else _at(bias, columns)
+    return placed.but(span=span, given_span=span, mask=keep, score_bias=bias)
+
+
+def _at(x: Tensor, columns: Tensor) -> Tensor:
+    return x if x.dim() == 0 or x.shape[-1] == 1 else x.index_select(-1, columns.to(x.device))
 
 
 def _attended(name: str, call: Call, q: Tensor, part: Part) -> Partial:

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from regard.convert.linear import weight_and_bias
-from regard.convert.lossy.directions import frequencies_of
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.query_scale import UNSCALED
 from regard.masks import Causal
 from regard.rope import Rotary
+from regard.rope.frequencies import plain_frequencies
 
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")  # model types whose other layers are the same
 CONSTANT = 2.0**24  # of the added channel: latents are below it by more than float32's precision
@@ -152,22 +152,26 @@ def _objections(layer: Any, first: Any) -> list[str]:
         found.append(f"its rope is {rope!r}, which has no fixed frequencies")
     elif not found and not _alike(rope, other):
         found.append("its frequencies are not those of layer 0, and one list serves all layers")
-    elif not found and (rope.attention_factor != 1.0 or float(frequencies_of(rope).min()) < 0):
+    elif not found and (rope.attention_factor != 1.0 or float(_frequencies(rope).min()) < 0):
         found.append("its rope scales queries and keys, or has negative frequencies")
     return found
 
 
 def _alike(rope: Rotary, other: Rotary) -> bool:
-    return rope.pairing == other.pairing and torch.equal(
-        frequencies_of(rope), frequencies_of(other)
-    )
+    return rope.pairing == other.pairing and torch.equal(_frequencies(rope), _frequencies(other))
+
+
+def _frequencies(rope: Rotary) -> Float64[Tensor, " half"]:
+    if rope.scaling is None:
+        return plain_frequencies(rope.dim, rope.theta)
+    return rope.scaling.frequencies(rope.dim, rope.theta)
 
 
 def _settings(model: Any, layer: MultiHeadLatentAttention) -> dict[str, Any]:
     """The configuration: the model's settings, the layer's sizes and frequencies, no experts."""
     config = model.config
     assert isinstance(layer.rope, Rotary)
-    factors = frequencies_of(layer.rope).clamp(min=SLOWEST).reciprocal().tolist()
+    factors = _frequencies(layer.rope).clamp(min=SLOWEST).reciprocal().tolist()
     return {
         **{name: getattr(config, name) for name in COPIED.split()},
         "num_key_value_heads": layer.num_heads,

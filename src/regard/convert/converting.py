@@ -13,19 +13,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.exact.expand import spell_out
-from regard.convert.lossy.allocating import allot, costs
+from regard.convert.lossy.allocating import allot, importance
 from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk, watch
 from regard.convert.lossy.decouple import common_counts, components, decouple
-from regard.convert.lossy.latentize import as_latent, latentize
+from regard.convert.lossy.latentize import as_latent, energies_of, latentize
 from regard.convert.lossy.regroup import regroup
+from regard.convert.recording import recording
 from regard.convert.targets import Target, check_fits
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.layers.attention import Attention
 
 SHORTEST = 1024  # tokens of calibration: with fewer than channels the covariance is singular
-TRIED = (0.5, 1.0, 2.0)  # sizes tried for ranks by layer, as multiples of the mean rank
-TRIALS = 4  # windows for these trials
+TRIALS = 4  # windows on which ranks by layer are chosen
 TRIAL = 512  # tokens of each
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
@@ -208,15 +208,17 @@ def _ranks(
     """A rank for each layer: the same for all, or allotted by how much the predictions suffer."""
     if not target.by_layer:
         return [target.rank] * len(shipped)
-    full = min(min(each.hidden_size, 2 * each.num_kv_heads * each.head_dim) for each in shipped)
-    sizes = sorted({max(1, min(full, int(target.rank * share))) for share in TRIED})
-
-    def make(index: int, module: nn.Module, x: Tensor, size: int) -> nn.Module:
-        return _latent(module, size, x)
-
+    progress("ranks", 0, len(shipped))
+    modules = list(attention_modules(model).values())
     some = tokens[:: max(1, len(tokens) // TRIALS)][:TRIALS, :TRIAL]
-    table = costs(model, some, make, sizes, progress=partial(progress, "ranks"))
-    return allot(table, sizes, target.rank * len(shipped))
+    weights = importance(model, modules, some)
+    with recording(modules) as calls:
+        model.base_model(input_ids=some, use_cache=False)
+    costs = []
+    for index, (layer, (call,)) in enumerate(zip(shipped, calls, strict=True)):
+        costs.append(weights[index] * energies_of(layer, call.x).cpu())
+        progress("ranks", index + 1, len(shipped))
+    return allot(costs, target.rank)
 
 
 def _counts(

@@ -1,52 +1,81 @@
-"""Ranks by layer: costs are measured for one layer alone, and the total is spent where it helps."""
+"""Ranks by layer: importance is what an error of a layer's outputs costs, and the dearest stay."""
+
+import itertools
 
 import pytest
 import torch
 
-from regard.convert import spell_out
-from regard.convert.lossy.allocating import allot, costs
-from regard.hf import attention_modules, attention_of
+from layers import WIDTH, attention, scattered
+from regard.convert import latentize
+from regard.convert.lossy.allocating import allot, importance
+from regard.convert.lossy.latentize import energies_of
+from regard.hf import attention_modules
 from tiny import tiny, tokens
+
+SMALL = 1e-3  # an error of the outputs, at which the divergence is quadratic
+
+
+def divergence(model, module, text):
+    """The summed divergence of the predictions under small random errors of one layer's outputs."""
+
+    def shift(module, args, out):
+        return (out[0] + SMALL * torch.randn_like(out[0]), *out[1:])
+
+    own = model(text).logits.log_softmax(-1)
+    hook = module.register_forward_hook(shift)
+    other = model(text).logits.log_softmax(-1)
+    hook.remove()
+    return float((own.exp() * (own - other)).sum())
 
 
 @torch.no_grad()
-def test_costs_are_of_one_layer_alone():
-    model, text = tiny("llama"), tokens(2, 24)
-
-    def make(index, module, x, size):
-        layer = spell_out(attention_of(module))
-        layer.v_proj.weight.data = layer.v_proj.weight * (size / 10)
-        return layer
-
-    table = costs(model, text, make, [10, 5])
-    assert table[:, 0].abs().max() < 1e-6 and table[:, 1].min() > 1e-5
-    own_logits = model(text).logits
-    other = tiny("llama")
-    list(attention_modules(other).values())[1].v_proj.weight.data *= 0.5
-    ours, theirs = (logits.log_softmax(-1) for logits in (own_logits, other(text).logits))
-    expected = (ours.exp() * (ours - theirs)).sum(-1)[:, ::4].mean()
-    assert float(table[1, 1]) == pytest.approx(float(expected), rel=1e-3)
-
-
-def test_the_allotted_sizes_have_the_least_cost():
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_importance_is_what_an_error_of_the_outputs_costs(family):
     torch.manual_seed(0)
-    sizes = [8, 16, 32]
-    table = torch.rand(3, 1, dtype=torch.float64) * torch.tensor([4.0, 2.0, 1.0]).double()
-    given = allot(table, sizes, 56)
-    assert sum(given) == 56 and all(8 <= size <= 32 for size in given)
-    weight = table[:, 0] / 4
+    model, text = tiny(family).double(), tokens(1, 12)
+    modules = list(attention_modules(model).values())
+    found = importance(model, modules, text.expand(300, -1))
+    for module, each in zip(modules, found, strict=True):
+        costs = [divergence(model, module, text) for _ in range(300)]
+        expected = float(each) / 2 * SMALL**2 * text.numel() * model.config.hidden_size
+        assert torch.tensor(costs).mean().item() == pytest.approx(expected, rel=0.15)
+    assert not any(each._forward_hooks for each in modules)
 
-    def cost(ranks):
-        return sum(float(w) * 32 / rank for w, rank in zip(weight, ranks, strict=True))
 
-    every = [
-        (a, b, 56 - a - b)
-        for a in range(8, 33, 8)
-        for b in range(8, 33, 8)
-        if 8 <= 56 - a - b <= 32
-    ]
-    assert cost(given) == pytest.approx(min(map(cost, every)), rel=1e-9)
-    assert allot(table, sizes, 24) == [8] * 3 and allot(table, sizes, 96) == [32] * 3
-    for total in (23, 97):
-        with pytest.raises(ValueError, match="not between 8 and 32 each"):
-            allot(table, sizes, total)
+def test_importance_needs_no_gradients_and_leaves_none():
+    model = tiny("llama").requires_grad_(False)
+    modules, text = list(attention_modules(model).values()), tokens(2, 8)
+    with torch.inference_mode():
+        frozen = importance(model, modules, text)
+    model.requires_grad_(True)
+    torch.testing.assert_close(importance(model, modules, text), frozen)
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_the_ranks_leave_out_the_least():
+    costs = [each.sort(descending=True).values for each in torch.rand(3, 6).double()]
+
+    def lost(ranks):
+        return sum(float(each[rank:].sum()) for each, rank in zip(costs, ranks, strict=True))
+
+    ranks = allot(costs, 4)
+    every = [each for each in itertools.product(range(1, 7), repeat=3) if sum(each) == 12]
+    assert sum(ranks) == 12 and lost(ranks) == pytest.approx(min(map(lost, every)))
+
+
+def test_every_layer_keeps_a_quarter_of_the_mean():
+    costs = [torch.zeros(16).double(), torch.ones(16).double()]
+    assert allot(costs, 8) == [2, 14]
+    assert allot(costs, 16) == [16, 16]
+    with pytest.raises(ValueError, match="mean rank 17 have 34 directions, of which are 32"):
+        allot(costs, 17)
+
+
+@torch.no_grad()
+def test_energies_are_those_that_a_latent_of_each_rank_loses():
+    layer = scattered(attention(2, num_kv_heads=1)).double()
+    x = torch.randn(3, 9, WIDTH, dtype=torch.float64)
+    energies = energies_of(layer, x)
+    for rank in (1, 3):
+        lost = latentize(layer, rank=rank, covariance=torch.eye(WIDTH), inputs=x).lost
+        assert lost == pytest.approx(float(energies[rank:].sum() / energies.sum()), abs=1e-9)

@@ -1,116 +1,88 @@
-"""The rank of each layer's latent within a total, by how much the model's predictions suffer.
+"""The rank of each layer's latent within a total, by how much the model's predictions depend on it.
 
-Lost energies of different layers cannot be compared, since later layers may not depend on what is
-lost. So every layer is converted alone, at several sizes, and the cost is the divergence of the
-whole model's predictions, in nats a token. Small costs nearly add, so the total is then allotted
-greedily where it reduces the cost most.
+A direction that a latent leaves out changes the layer's outputs by an energy that is known
+(`energies_of`). How much an error of the outputs costs differs by layer: to second order, the
+divergence of the predictions is half the mean of `(g^T e)^2` over the gradients g of the
+log-likelihood of tokens drawn from the predictions (the Fisher information). One backward pass of
+the model over some text gives it for all layers. The total then goes to the dearest directions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from regard.convert.lossy.calibrate import attention_blocks
-from regard.convert.measuring import divergence
-from regard.convert.recording import recording
-from regard.hf.generating.predicting import hidden_states
-from regard.hf.running.binding import bound, calling
+from regard.convert.recording import first
 
-EVERY = 4  # predictions of every fourth token are compared: the head costs more than all layers
-Make = Callable[[int, nn.Module, Tensor, int], nn.Module]
+SMALLEST = 4  # a rank is at least the mean rank divided by this
 
 
-@torch.no_grad()
-def costs(
-    model: Any,
-    windows: Int[Tensor, "N L"],
-    make: Make,
-    sizes: Sequence[int],
-    *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Float64[Tensor, "layers sizes"]:
-    """The divergence, in nats a token, that converting each layer alone to each size causes.
+def importance(
+    model: nn.Module, attentions: Sequence[nn.Module], windows: Int[Tensor, "N L"]
+) -> Float64[Tensor, " layers"]:
+    """The mean square of the gradient of the predictions' log-likelihood by each layer's outputs.
 
     Args:
         model: a causal language model of transformers; it is not changed.
-        windows: one or two thousand tokens of calibration text.
-        make: returns a layer for `(index, attention module, its inputs, size)`.
-        sizes: sizes to try, in any order.
-        progress: called with the layers done and their number.
+        attentions: its attention modules, in the order in which they run.
+        windows: a thousand tokens of calibration text are enough.
     """
-    blocks = attention_blocks(model)
-    both = [recording(modules) for modules in zip(*blocks, strict=True)]
-    with both[0] as entered, both[1] as read:
-        hidden = hidden_states(model, windows)
-    found = torch.zeros(len(blocks), len(sizes), dtype=torch.float64)
-    for index, (_, module) in enumerate(blocks):
-        progress(index, len(blocks))
-        for column, size in enumerate(sizes):
-            layer = make(index, module, read[index][0].x, size)
-            with _skipping(blocks[:index], entered[index][0].x), bound(module, calling(layer)):
-                changed = hidden_states(model, windows)
-            found[index, column] = divergence(model, changed[:, ::EVERY], model, hidden[:, ::EVERY])
-    progress(len(blocks), len(blocks))
-    return found
+    chance = torch.Generator("cpu").manual_seed(0)
+    found = torch.zeros(len(attentions), dtype=torch.float64, device="cpu")
+    for window in windows.split(1):
+        outs: list[Tensor] = []
+        hooks = [each.register_forward_hook(_following(outs)) for each in attentions]
+        with torch.inference_mode(False), torch.enable_grad():
+            try:
+                logits = model(input_ids=window.clone(), use_cache=False).logits[0].float()
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            likelihood = logits.log_softmax(-1)
+            drawn = torch.multinomial(likelihood.detach().exp().cpu(), 1, generator=chance)
+            chosen = likelihood.gather(1, drawn.to(likelihood.device)).sum()
+        gradients = torch.autograd.grad(chosen, outs)
+        found += torch.stack([each.double().square().mean().cpu() for each in gradients])
+    return found / len(windows)
 
 
-def allot(
-    costs: Float64[Tensor, "layers sizes"], sizes: Sequence[int], total: int, *, step: int = 8
-) -> list[int]:
-    """A size for each layer, with sum `total` and the least sum of costs.
+def _following(outs: list[Tensor]) -> Callable[..., object]:
+    """A hook that keeps the outputs of a module, of which gradients are wanted."""
 
-    Costs between the sizes that were tried are interpolated as powers; no size is beyond them.
-    Sizes grow by `step`, the last time by the remainder.
+    def hook(module: nn.Module, args: object, out: object) -> object:
+        value = first(out)
+        outs.append(value if value.requires_grad else value.detach().requires_grad_())
+        return (outs[-1], *out[1:]) if isinstance(out, tuple) else outs[-1]
+
+    return hook
+
+
+def allot(costs: Sequence[Float64[Tensor, " R"]], mean: int) -> list[int]:
+    """A rank for each layer, with the sum of `mean` for each, and the least cost of the rest.
+
+    Args:
+        costs: for each layer, the cost of leaving out each direction, the largest first.
+        mean: the mean of the ranks.
 
     Raises:
-        ValueError: if the total is less than the smallest or more than the largest size everywhere.
+        ValueError: if there are not so many directions.
 
     Examples:
         >>> import torch
-        >>> allot(torch.tensor([[4.0, 1.0], [0.4, 0.1]], dtype=torch.float64), [8, 32], 40)
-        [32, 8]
+        >>> allot([torch.tensor([4.0, 3.0, 2.0]).double(), torch.tensor([1.0, 0.5, 0.2]).double()], 2)
+        [3, 1]
     """
-    smallest, largest = min(sizes), max(sizes)
-    layers = len(costs)
-    if not layers * smallest <= total <= layers * largest:
+    total, most = mean * len(costs), sum(map(len, costs))
+    if total > most:
         raise ValueError(
-            f"a total of {total} for {layers} layers is not between {smallest} and {largest} each"
+            f"latents of mean rank {mean} have {total} directions, of which are {most}"
         )
-    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
-    at = torch.tensor([float(sizes[i]) for i in order]).double().log()
-    logs = costs[:, order].clamp_min(1e-9).log()
-    given = [smallest] * layers
-    left = total - layers * smallest
-    while left > 0:
-        add = min(step, left)
-        savings = [
-            _cost(at, logs[i], given[i]) - _cost(at, logs[i], given[i] + add)
-            if given[i] + add <= largest
-            else float("-inf")
-            for i in range(layers)
-        ]
-        best = max(range(layers), key=savings.__getitem__)
-        given[best] += add
-        left -= add
-    return given
-
-
-def _cost(at: Tensor, logs: Tensor, size: int) -> float:
-    """The cost of a size between those tried, interpolated linearly in logarithms."""
-    x = torch.tensor(float(size)).double().log()
-    right = int(torch.searchsorted(at, x).clamp(1, len(at) - 1))
-    share = (x - at[right - 1]) / (at[right] - at[right - 1])
-    return float((logs[right - 1] + share * (logs[right] - logs[right - 1])).exp())
-
-
-@contextmanager
-def _skipping(blocks: Sequence[tuple[nn.Module, nn.Module]], hidden: Tensor) -> Iterator[None]:
-    """These blocks return `hidden` instead of running: it was computed before."""
-    with ExitStack() as stack:
-        for block, _ in blocks:
-            stack.enter_context(bound(block, lambda module, *args, **given: hidden))
-        yield
+    ranks = [max(1, mean // SMALLEST)] * len(costs)
+    dearest = sorted(
+        ((float(cost), layer) for layer, each in enumerate(costs) for cost in each[ranks[layer] :]),
+        reverse=True,
+    )
+    for _, layer in dearest[: total - sum(ranks)]:
+        ranks[layer] += 1
+    return ranks

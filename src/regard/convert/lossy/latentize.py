@@ -8,7 +8,7 @@ them) and rotated after that, so both stay exact. Below full rank, A is the prin
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from regard.convert.linear import (
@@ -19,7 +19,7 @@ from regard.convert.linear import (
     refuse_unsupported,
     weight_and_bias,
 )
-from regard.convert.lossy.directions import Lossy, directions_of
+from regard.convert.lossy.directions import Lossy, directions_of, energy_of, roots_of
 from regard.convert.lossy.sensitivity import sensitivity
 from regard.hf.loading.offloaded import fetched
 from regard.layers.attention import Attention
@@ -90,6 +90,17 @@ def latentize(
     metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
     up, down, lost = directions_of(weight, covariance, rank, metric)
     return Lossy(_build(layer, down, up), lost)
+
+
+def energies_of(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float64[Tensor, " R"]:
+    """The energy of a layer's outputs that each direction of a full latent carries, largest first.
+
+    They are the squared changes of the outputs if `latentize` with these inputs leaves it out.
+    """
+    metric, covariance = sensitivity(layer, inputs)
+    root, _ = roots_of(metric)
+    energy = energy_of(_stacked(layer), covariance)
+    return torch.linalg.eigvalsh(root @ energy @ root).flip(0).clamp_min(0.0)
 
 
 def _stacked(layer: Attention) -> Float[Tensor, "R E"]:

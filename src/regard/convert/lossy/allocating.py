@@ -70,7 +70,7 @@ def allot(costs: Sequence[Float64[Tensor, " R"]], mean: int) -> list[int]:
 
     Examples:
         >>> import torch
-        >>> allot([torch.tensor([4.0, 3.0, 2.0]).double(), torch.tensor([1.0, 0.5, 0.2]).double()], 2)
+        >>> allot([torch.tensor([4.0, 3, 2]).double(), torch.tensor([1, 0.5, 0.2]).double()], 2)
         [3, 1]
     """
     total, most = mean * len(costs), sum(map(len, costs))

@@ -369,20 +369,6 @@ class MaskLooksLate(OwnedBlock):
         return self.to_out(self.attend(q, k, v, seen).transpose(1, 2).flatten(2))
 
 
-class ChecksLate:
-    """A refused token stays: the next one that fits takes it along."""
-
-    def __init__(self):
-        self.pieces = []
-
-    def update(self, k, v):
-        rows = self.pieces[0][0].shape[0] if self.pieces else len(k)
-        self.pieces.append((k[:rows].clone(), v[:rows].clone()))
-        if len(k) != rows:
-            raise ValueError(f"{len(k)} rows after {rows}")
-        return tuple(torch.cat(each, dim=2) for each in zip(*self.pieces, strict=True))
-
-
 # --- right
 
 
@@ -444,5 +430,4 @@ MUTANTS = [
     block("tokens counted before they are projected", CountsAhead, "refused_step"),
     block("a mask refused after the cache has grown", MaskLooksLate, "refused_step",
           new_cache="Owned"),
-    Mutant("a refused token is stored", lambda: ChecksLate, {"kind": "cache"}, ("refused_step",)),
 ]  # fmt: skip

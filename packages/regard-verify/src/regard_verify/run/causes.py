@@ -80,25 +80,10 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "drafts_dropped": (),
     "inplace_between_passes": ("one_past_two_layers",),
     "rope_layout": ("rope_norm_and_long",),
-    "cache_bounds": ("cache_state_machine",),
-    "quant_drift": ("cache_state_machine", "refused_step"),
-    "cache_state_machine": ("cache_no_alias", "refused_step"),
 }  # fmt: skip
 
 
 HALF = 2.0**-7  # the largest relative error of a value in bfloat16, with its sum
-
-_TOPICS = {  # the laws about one thing that a line of the subject does
-    "scale": "scale_closed_form",
-    "softmax": "score_shift convexity fully_masked_forward",
-    "dropout": "dropout_in_eval eval_determinism dropout_stats",
-    "mask": "mask_polarity mask_dtype mask_broadcast every_mask_argument padding_content",
-    "causal": "mask_and_causal causality_exact causal_option self_visible alignment_probe "
-    "window_edges",
-    "sharing": "gqa_order",
-    "cache": "decode_equals_full chunked_prefill one_past_two_layers memory_law",
-}
-TOPICS = {law: topic for topic, laws in _TOPICS.items() for law in laws.split()}
 
 
 def settled(outcomes: Iterable[Outcome]) -> list[Outcome]:

@@ -12,10 +12,8 @@ import torch
 from regard_verify.blame import files_of, line_of, own_error, said
 from regard_verify.law import Broken, Counterexample, Law, NotApplicable, Trial
 from regard_verify.laws import LAWS
-from regard_verify.laws.built import with_dropout
 from regard_verify.report.report import Outcome, Report, outcome
-from regard_verify.run.causes import TOPICS
-from regard_verify.run.lines import lines_of
+from regard_verify.run.lines import line_about
 from regard_verify.subject.subject import Subject, SubjectError
 
 LACKS = {  # why a law does not apply, by the ability that it needs
@@ -34,11 +32,7 @@ LACKS = {  # why a law does not apply, by the ability that it needs
     "weights": "it returns no weights",
     "scale": "its calls take no scale, softcap or bias",
     "reference": "no reference is declared",
-}
-THINGS = {  # abilities of a subject that is not attention
-    "cache_object": "cache",
-    "paged": "paged attention",
-    "rotation": "rotation",
+    "rotation": "it is about a rotation alone",
 }
 FIRST = "eval_determinism"
 LAST = "default_dtype"  # a subject may keep tables that it computed under another default
@@ -54,12 +48,8 @@ KNOWN = {  # defects of torch, and where they are reported
 
 def lacking(law: Law, subject: Subject) -> str | None:
     """Why a law does not apply; None if it does."""
-    needed = {name for need in law.needs for name in need.split("|")}
-    thing = next((name for name in THINGS if subject.has.any_of(name)), None)
-    if thing is not None:
-        return None if thing in needed else f"it is not about a {THINGS[thing]}"
-    if needed <= set(THINGS):
-        return "it is about caches, pages or rotations alone"
+    if subject.has.rotation:
+        return None if "rotation" in law.needs else "it is not about a rotation"
     for need in law.needs:
         if not subject.has.any_of(need):
             return next(LACKS[name] for name in need.split("|") if name in LACKS)
@@ -118,7 +108,8 @@ def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
         return outcome(law, "not applicable", reason=str(error))
     except Broken as error:
         found = outcome(law, "failed", example=error.example, known=_known(subject, law))
-        return replace(found, line=_line(law, subject))
+        forgot = subject.forgot_super if law.name == "super_init" else ""
+        return replace(found, line=forgot or line_about(law.name, subject.thing))
     except Exception as error:
         return _of_an_error(law, subject, error)
 
@@ -150,21 +141,6 @@ def defect_in(error: BaseException, files: Collection[str] = ()) -> str:
     if raised is None or isinstance(raised, SyntaxError):  # of its file: it has no frame of its own
         return ""
     return own_error(raised, files)
-
-
-def _line(law: Law, subject: Subject) -> str:
-    """The line of the subject that does what the law is about, where it can be told."""
-    if law.name == "super_init":
-        return subject.forgot_super
-    topic = TOPICS.get(law.name)
-    if topic is None:
-        return ""
-    with contextlib.suppress(Exception), undisturbed():  # without a line the outcome is complete
-        if law.name == "dropout_in_eval" and subject.module is not None:
-            twin = with_dropout(subject, subject.module, 0.5)
-            subject = replace(subject, layer=subject.layer_of(twin))
-        return lines_of(subject).get(topic, "")
-    return ""
 
 
 def _known(subject: Subject, law: Law) -> str:

@@ -29,9 +29,13 @@ from regard_verify.subject.mask_forms import parameters_of
 
 TINY = {  # sizes for configurations of transformers
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM, "intermediate_size": 16, "vocab_size": 40, "num_hidden_layers": 2,
+    "head_dim": HEAD_DIM, "intermediate_size": 16, "vocab_size": 40, "num_hidden_layers": 1,
     "max_position_embeddings": CONTEXT, "sliding_window": None, "attention_dropout": 0.0,
     "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": HEADS, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
 }  # fmt: skip
 USUAL: dict[str, Any] = {  # settings of transformers whose names say something else
     "_attn_implementation": "eager", "rope_scaling": None, "sliding_window": None,
@@ -191,12 +195,15 @@ def is_configuration(made_by: type) -> bool:
 def class_beside(made_by: Any) -> type | None:
     """The class of configurations in the file of a class, if there is one."""
     home = sys.modules.get(getattr(made_by, "__module__", ""))
-    found = [
-        each
-        for each in vars(home).values()
-        if isinstance(each, type) and is_configuration(each) and each.__module__ == home.__name__
-    ] if home else []  # fmt: skip
-    return found[0] if len(found) == 1 else None
+    held = [each for each in vars(home).values() if isinstance(each, type)] if home else []
+    found = [each for each in held if is_configuration(each) and each.__module__ == home.__name__]
+    named = [x for x in held if hasattr(x, "model_type") and _prefix(x.__name__, made_by.__name__)]
+    return named[0] if named else found[0] if len(found) == 1 else None
+
+
+def _prefix(configuration: str, made_by: str) -> bool:
+    """Whether a class of transformers has the name of its configuration in its own."""
+    return made_by.startswith(configuration.removesuffix("Config"))
 
 
 def settings_beside(made_by: Any) -> Mapping[str, Any]:

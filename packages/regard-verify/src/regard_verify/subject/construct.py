@@ -10,6 +10,7 @@ from torch import nn
 from regard_verify.blame import first_line_of, line_of_subject
 from regard_verify.subject.configurations import (
     EMPTY,
+    LATENT,
     PLAIN,
     TINY,
     Configuration,
@@ -173,13 +174,11 @@ def _settings(
     own = annotation if isinstance(annotation, type) and annotation not in PLAIN else None
     if own is None and annotation is not dict and guesser.own_classes:
         own = class_beside(made_by)
+    if hasattr(own, "model_type"):  # of transformers
+        return _of_transformers(own, given, guesser)
     if own is None or not guesser.own_classes:
         beside = settings_beside(made_by) if guesser.own_classes else {}
         return configuration({**beside, **given}, guesser)
-    if hasattr(own, "model_type") and hasattr(own, "to_dict"):  # of transformers
-        settings = called(own, **{**TINY, **given})
-        settings._attn_implementation = given.get("attn_implementation", "eager")
-        return settings
     arguments = complete(own, given, guesser, depth + 1)
     if _has_large(own) or not _divides(own, arguments):
         guesser = dataclasses.replace(guesser, resize=True)
@@ -187,6 +186,16 @@ def _settings(
     made = called(own, **arguments)
     _adjust(made, {**arguments, **given}, guesser)
     return made
+
+
+def _of_transformers(made_by: Any, given: Mapping[str, Any], guesser: Guesser) -> Any:
+    """A configuration of transformers, with every probability of dropout that is wanted."""
+    latent = LATENT if "kv_lora_rank" in parameters_of(made_by) else {}
+    drops = [name for name in TINY if "dropout" in name and guesser.dropout is not None]
+    sizes = {**TINY, **latent, **dict.fromkeys(drops, guesser.dropout), **given}
+    settings = called(made_by, **sizes)
+    settings._attn_implementation = given.get("attn_implementation", "eager")
+    return settings
 
 
 def _has_large(settings: type) -> bool:

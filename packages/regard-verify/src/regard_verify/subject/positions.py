@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.adapters import Adapter, is_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import mask_arguments
@@ -76,7 +76,10 @@ class Positioned(Adapter):
         super().__init__(inner)
         self.known, self.names = {}, names
         copied = any(name in PAIRS for name in parameters_of(inner.forward))
-        self.hidden = "min" if copied else "-inf"  # as transformers hides keys
+        if is_of("transformers", inner) and isinstance(getattr(inner, "scaling", None), float):
+            self.known = {"scale": inner.scaling}
+        # as transformers hides keys
+        self.hidden = "min" if copied or is_of("transformers", inner) else "-inf"
         self.makes_tables, self.flat, self.rotating = tables, flat, True
 
     @property
@@ -128,7 +131,7 @@ def positioned(module: nn.Module, own: Conventions) -> nn.Module:
     names = [name for name in parameters_of(module.forward) if name in KNOWN]
     required = [name for name in names if name in required_of(module.forward)]
     if not required and (not names or not _failure(module, own)):
-        return module
+        return Positioned(module, None, ()) if is_of("transformers", module) else module
     failures: list[str] = []
     for given in dict.fromkeys((tuple(names), tuple(required or names))):  # all, or what it needs
         for tables in _ways(module, given, own):

@@ -73,13 +73,7 @@ class Abilities:
     unknown_positions: bool = False  # positions change the scores in a way that is not known
     negative_weights: bool = False  # its weights are those of one softmax less those of another
     reference: bool = False  # a function or module that should return the same is declared
-    # What else it may be.
-    cache_object: bool = False  # a cache by itself
-    cache_length: bool = False  # ... that counts its tokens
-    cache_truncate: bool = False  # ... that can drop its last tokens
-    cache_reorder: bool = False  # ... that can select rows of the batch
-    paged: bool = False  # a function that reads keys and values from pages
-    rotation: bool = False  # a function that rotates x by positions
+    rotation: bool = False  # it is a function that rotates x by positions
 
     def any_of(self, names: str) -> bool:
         """Whether one of the abilities is there that `"heads|layer"` lists."""
@@ -103,17 +97,6 @@ class Stepper:
     style: str
     follow: Callable[..., tuple[Tensor, Any]]
     of: "Callable[[nn.Module], Stepper]"
-
-
-class CacheMethods(NamedTuple):
-    """The names of a cache's methods, None where it has none."""
-
-    truncate: str | None = None
-    reorder: str | None = None
-    by_amount: bool = False  # truncate takes the number of tokens to drop, not to keep
-    negative: bool = False  # ... with a minus sign
-    update: str = "update"
-    padded: bool = False  # update returns all places, those of later tokens included
 
 
 class Call(NamedTuple):
@@ -142,7 +125,7 @@ class Subject:
         name: its name in the report.
         kind: what it is.
         conventions: declared ones, and those found out by probing.
-        thing: the object itself: a function, a module, what makes a cache.
+        thing: the object itself: a function or a module.
         inferred: what was found out, in words.
         attend: q [B, H, L, D], k [B, G, S, D], v [B, G, S, Dv] to [B, H, L, Dv]; also takes
             `keep`, `causal`, `window`, `scale`, `bias`, `softcap`, `dropout`, and `raw`, a mask in
@@ -163,9 +146,7 @@ class Subject:
         switches: its boolean arguments, with the values that it was built with.
         forgot_super: `FILE:NUMBER: CODE` of its `__init__` if that does not call
             `super().__init__()`.
-        cache_methods: of a cache, the names of its methods.
         total: what the weights of a query sum to.
-        rounding: of a cache that rounds, the allowed error as a share of the largest value.
     """
 
     name: str
@@ -188,8 +169,6 @@ class Subject:
     dropouts: tuple[str, ...] = ()
     switches: Mapping[str, bool] = field(default_factory=dict)
     forgot_super: str = ""
-    cache_methods: CacheMethods = field(default_factory=CacheMethods)
-    rounding: float = 0.0
     total: float = 1.0
 
     def length(self, wanted: int) -> int:

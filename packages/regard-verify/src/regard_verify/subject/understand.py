@@ -3,7 +3,6 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +12,15 @@ import torch
 from torch import nn
 
 from regard_verify.law import Trial
-from regard_verify.subject.adapters import (
-    Adapter,
-    adapted,
-    is_of,
-    model_folder,
-    transformers_module,
-)
-from regard_verify.subject.caches import DIM, HEADS, probe_store, update_of
-from regard_verify.subject.configurations import TINY
+from regard_verify.subject.adapters import Adapter, adapted, model_folder
+from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard_verify.subject.decoding import find_stepper
 from regard_verify.subject.functions import OfModule, takes_module
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
+from regard_verify.subject.pages import OnPages
 from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
@@ -98,10 +91,15 @@ def _declared_beside(own: Conventions, beside: Any) -> Conventions:
 
 
 def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if own.kind in ("cache", "paged", "rope") or _is_cache(target):
-        return _thing(target, own, name)
+    if own.kind == "rope":
+        return Subject(name, "rope", own, thing=target, has=Abilities(rotation=True))
+    if isinstance(target, type) and update_of(target) and not hasattr(target, "forward"):
+        raise SubjectError(
+            f"{name} is a cache, which is judged in the layer that it serves: name a module whose "
+            "forward(x, cache=None) updates it, and declare new_cache, the name of its class"
+        )
     if isinstance(target, nn.Module):
-        return _object(adapted(target, own.arguments), own, name, beside, trial)
+        return _object(adapted(target), own, name, beside, trial)
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         target = target.apply
     if takes_module(target):
@@ -110,7 +108,7 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
         return _from_class(target, own, name, beside, trial)
     if not is_function(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
-    if own.kind != "function" and _is_factory(target):
+    if own.kind not in ("function", "paged") and _is_factory(target):
         built = build(target, own, dropout=0.0)
         subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
         _remember(subject, built, target, own)
@@ -119,6 +117,10 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 
 def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject:
+    if own.kind == "paged":
+        corner = {"causal": True, "window": 0, "alignment": "bottom-right"}
+        own = own.found(layout="BHLD", mask="", **corner)
+        target = OnPages(target)
     if own.ranks:
         own = own.found(layout="BHLD", multiple=own.ranks, mask="")
         target = OnRanks(target, own.ranks or 1, own.layout or "BHLD")
@@ -137,15 +139,9 @@ def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if is_of("transformers", target):
-        subject = _module(transformers_module(target, own.arguments), own, name, beside, trial)
-        subject.another = lambda **changes: transformers_module(
-            target, {**own.arguments, **_of_transformers(changes)}
-        )
-        return subject
     built = build(target, own, dropout=0.0)  # a law builds another with dropout
     if isinstance(built.made, nn.Module):
-        module = adapted(built.made, own.arguments)
+        module = adapted(built.made)
         subject = _of_likely_width(module, own, built, name, beside, trial)
     elif callable(built.made):
         subject = _understood(built.made, replace(own, kind="function"), name, beside, trial)
@@ -179,19 +175,12 @@ def _given_scale(subject: Subject, built: Built, trial: Trial) -> None:
             subject.conventions = subject.conventions.found(scale=next(iter(likely), None))
 
 
-def _of_transformers(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of a configuration; `dropout` is every probability."""
-    rest = {name: value for name, value in changes.items() if name != "dropout"}
-    probabilities = [name for name in TINY if "dropout" in name and "dropout" in changes]
-    return {**dict.fromkeys(probabilities, changes.get("dropout")), **rest}
-
-
 def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) -> None:
     """Record how the subject was built, and how to build another."""
     if isinstance(built.made, nn.Module):
         like = subject.thing
         subject.another = lambda **changes: moved(
-            like, adapted(build(made_by, own, **changes).made, own.arguments)
+            like, adapted(build(made_by, own, **changes).made)
         )
     subject.dropouts, subject.switches = built.dropouts, built.switches
     subject.forgot_super = built.forgot_super
@@ -233,43 +222,6 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
     probe_module(module, subject, trial)
     find_stepper(subject, beside, trial)
     return subject
-
-
-def _thing(target: Any, own: Conventions, name: str) -> Subject:
-    """A cache, paged function or rotation; each law makes it anew."""
-    kind = own.kind or "cache"
-    make: Callable[[], Any] = target
-    plain = kind in ("paged", "rope")
-    if not plain and not isinstance(target, type) and not _is_factory(target):
-        raise SubjectError(
-            f"each law needs a new {kind}; name its class or a function that makes one"
-        )
-    if isinstance(target, type) or own.arguments:
-        make = _maker(target, own)
-    subject = Subject(name, kind, replace(own, kind=kind), thing=make)
-    subject.has = Abilities(
-        cache_object=kind == "cache", paged=kind == "paged", rotation=kind == "rope"
-    )
-    if kind == "cache":
-        probe_store(subject)
-    return subject
-
-
-def _maker(target: Any, own: Conventions) -> Callable[[], Any]:
-    """Builds it for the keys and values that laws store in caches."""
-    sizes = {"heads": HEADS, "key heads": HEADS, "head width": DIM, "width": HEADS * DIM}
-    roles = {name: role_of(name) for name in required_of(target)}
-    given = {name: sizes[role] for name, role in roles.items() if role in sizes}
-    own = replace(own, arguments={**given, **own.arguments})
-    return lambda: build(target, own).made
-
-
-def _is_cache(target: Any) -> bool:
-    """Whether it is a class that stores keys and values: called a cache, or with such a method."""
-    forward = getattr(target, "forward", nn.Module.forward)
-    if not isinstance(target, type) or forward is not nn.Module.forward:
-        return False
-    return bool(update_of(target)) or (hasattr(target, "update") and "Cache" in target.__name__)
 
 
 def _is_factory(target: Any) -> bool:

@@ -8,7 +8,6 @@ from regard_verify.laws import (
     compiler,
     execution,
     heads,
-    inplace,
     layers,
     masks,
     numbers,
@@ -22,7 +21,7 @@ MODULES = (
     built,  # that it is a module which runs
     *(numbers, heads),  # what is computed
     *(visibility, masks, padding, rotation),  # which keys a query may attend to
-    *(execution, callers, inplace, compiler),  # how a call runs
+    *(execution, callers, compiler),  # how a call runs
     *(caches, refused_steps, layers),  # what is stored between calls
 )
 LAWS: dict[str, Law] = {

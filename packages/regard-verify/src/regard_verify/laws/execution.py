@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite
-from regard_verify.laws.built import declares_dropout, with_dropout
+from regard_verify.laws.built import with_dropout
 from regard_verify.laws.cases import ODD, random_mask
 from regard_verify.oracle import bound
+from regard_verify.subject.dropouts import declares_dropout
 from regard_verify.subject.subject import Call, Subject, SubjectError, called
 
 
@@ -160,7 +161,7 @@ def dropout_stats(subject: Subject, trial: Trial) -> None:
 
 def _dropout_after_eval(subject: Subject, module: nn.Module, trial: Trial) -> None:
     """On a copy with dropout: it runs in train mode, and does so again after eval mode."""
-    twin = with_dropout(subject, module, 0.5)
+    twin = with_dropout(module, 0.5)
     call, x = subject.layer_of(twin), subject.tokens(2, 6, trial)
     try:
         differs = _differs(call, x, twin)

@@ -1,13 +1,10 @@
-"""Laws of rotary positions, of a function (x [B, H, L, D], positions [L]) or of an attention."""
+"""Laws of rotary positions, of a function (x [B, H, L, D], positions [L])."""
 
 import torch
 from torch import Tensor
 
-from regard_verify.law import NotApplicable, Trial, fail, law, require, worst
-from regard_verify.mistakes import heads_of, mistakes, turned
-from regard_verify.oracle import attention, bound, rotated
-from regard_verify.subject.projected_heads import ProjectedHeads
-from regard_verify.subject.rotation import THETAS
+from regard_verify.law import NotApplicable, Trial, fail, law, require
+from regard_verify.oracle import rotated
 from regard_verify.subject.subject import Subject, SubjectError, called
 
 DIM = 8
@@ -103,37 +100,3 @@ def rope_autocast(subject: Subject, trial: Trial) -> None:
         got = rotate(subject, x, positions)
     cause = "angles are rounded to bfloat16 under autocast"
     require("positions from 70000, autocast", got.double(), base.double(), 1e-6, cause)
-
-
-@law("bounded", "heads")
-def latent_positions(subject: Subject, trial: Trial) -> None:
-    """In latent attention, the channels that carry positions are attention to one shared key
-    head.
-    """
-    attend = subject.attend.shared_keys() if isinstance(subject.attend, ProjectedHeads) else None
-    if attend is None:
-        raise NotApplicable("it has no keys that all heads share beside keys of each head")
-    heads, _, dim, width = attend.roles.sizes
-    length = 6
-    q, k = trial.randn(2, heads, length, dim, times=2.0), trial.randn(2, 1, length, dim)
-    v = trial.randn(2, subject.fixed["G"], length, width)
-    with torch.no_grad():
-        out = attend(q, k, v).double()
-    scale = subject.conventions.scale or (subject.fixed["D"] + dim) ** -0.5
-    many = heads // subject.fixed["G"]
-    shared = k.expand(-1, heads, -1, -1)
-    keep = subject.visible(length, length)
-    plain = heads_of(q, shared, v.repeat_interleave(many, 1), keep, scale)
-    thetas = dict.fromkeys((subject.conventions.theta, *THETAS))
-    rotations = [(p, t) for t in thetas for p in ("none", "halves", "pairs") if dim % 2 == 0]
-    label = f"B=2 L={length}, {dim} shared channels"
-    largest = attention(q, shared, plain.v, keep=keep[None, None], scale=scale)
-    allowed = bound(largest, v, torch.float32)
-    if any(worst(out, turned(plain, *each).out())[1] <= allowed for each in rotations):
-        return
-    for pairing, theta in rotations[1:]:
-        for sentence, would in mistakes(plain, pairing, theta):
-            if worst(out, would)[1] <= allowed:
-                right = turned(plain, pairing, theta).out()
-                require(label, out, right, allowed, {sentence: would})
-    raise NotApplicable("its positions enter the shared channels in a way that is not known")

@@ -19,7 +19,7 @@ from regard_verify.report.report import Outcome
 _GRADIENTS = ("oracle_gradient", "fully_masked_backward")
 _RUNS = (  # the same code run in another way, or in another dtype
     "dtype_bound", "strides", "train_eval_agree", "needs_weights_agree", "autocast_precision",
-    "autocast_dtype", "default_dtype", "inplace_between_passes", "compile_agree",
+    "autocast_dtype", "default_dtype", "compile_agree",
     "compile_count", "dropout_stats", "dropout_in_eval", "reference_parity", "mla_absorbed",
     "zero_sizes",
 )  # fmt: skip
@@ -42,11 +42,10 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "runs": _ALL,
     "super_init": (),
     "named_heads": (),
-    "latent_positions": ("padding_side", *_STEPS),
     "eval_determinism": ("no_mutation", "no_alias", "state_dict", *_ALL),
     "no_mutation": ("state_dict", *_ALL),
     **dict.fromkeys(("no_alias", "oracle_forward"), _ALL),
-    "state_dict": ("dtype_bound", "inplace_between_passes"),
+    "state_dict": ("dtype_bound",),
     **dict.fromkeys(("train_eval_agree", "batch_invariance", "cross_attention", *_HEADS), _ALL),
     "dtype_bound": ("scale_closed_form", "convexity", *_VALUES),
     "convexity": ("scale_closed_form", "causality_exact", "causal_option", *_HEADS, *_HIDING,
@@ -70,7 +69,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "fully_masked_forward": (*_GRADIENTS, "zero_sizes"),
     "padding_content": ("padding_side", "masked_poison"),
     "documents_apart": (),
-    "oracle_gradient": (*_GRADIENTS, "inplace_between_passes"),
+    "oracle_gradient": _GRADIENTS,
     "dropout_in_eval": ("train_eval_agree", "dropout_stats"),
     "strides": ("compile_agree",),
     "reference_parity": (),
@@ -78,7 +77,6 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "decode_equals_full": ("drafts_dropped", *_STEPS),
     "chunked_prefill": ("drafts_dropped", *_STEPS),
     "drafts_dropped": (),
-    "inplace_between_passes": ("one_past_two_layers",),
     "rope_layout": ("rope_norm_and_long",),
 }  # fmt: skip
 

@@ -40,8 +40,7 @@ def usual_layouts(
             elif len(keys[0]) < len(queries[0]) and len(values[0]) == dim:
                 others = len(queries[0]) - len(keys[0])  # read by keys that all heads share
                 cut = [head[: len(keys[0])] for head in queries]
-                rest = [head[len(keys[0]) :] for head in queries]
-                yield Roles(cut, keys, values, outputs, [], others=others, other_queries=rest)
+                yield Roles(cut, keys, values, outputs, [], others=others)
 
 
 def _heads(

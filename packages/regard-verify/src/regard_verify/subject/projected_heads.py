@@ -72,15 +72,6 @@ class ProjectedHeads:
         names = {id(x): name for name, x in self.call.module.named_parameters()}
         return next((names.get(each, "?") for each in makers if makers.count(each) > 1), "")
 
-    def shared_keys(self) -> "ProjectedHeads | None":
-        """The module as a function of the keys that all heads share, as in MLA, or None."""
-        roles = self.roles
-        if not (roles.other_queries and roles.other_keys):
-            return None
-        used = [c for part in (*roles.queries, *roles.keys) for c in part]
-        others = replace(roles, queries=roles.other_queries, keys=[roles.other_keys], left_out=used)
-        return replace(self, roles=others)
-
     def _indices(self) -> list[Tensor]:
         """For each source, where each of its channels is in the pool of q, k, v, 0 and open."""
         heads, groups, dim, width = self.roles.sizes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import Trial
-from regard_verify.subject.channels import LENGTH, Roles, Run, changes, find_roles
+from regard_verify.subject.channels import Roles, find_roles
 from regard_verify.subject.natural import natural_roles
 from regard_verify.subject.projected_heads import ProjectedHeads, run_channels
 from regard_verify.subject.projections import (
@@ -185,20 +185,8 @@ def reach_by_layout(call: Any, heads: int | None, trial: Trial) -> ProjectedHead
         return None
     if found is None:
         return None
-    shared = _shared_by_heads(run, attention, parts, trial) if found.roles.others else []
-    roles = replace(found.roles, other_keys=shared)
     known = {"causal": found.causal, "window": 0, "pairing": found.pairing}
-    return ProjectedHeads(attention, roles, known)
-
-
-def _shared_by_heads(
-    run: Run, attention: Attention, parts: list[list[int]], trial: Trial
-) -> list[int]:
-    """Channels that change the output beside those of `parts`: keys that all heads share."""
-    total = sum(attention.channels())
-    rest = sorted(set(range(total)) - {c for part in parts for c in part})
-    found = changes(run, trial.randn(LENGTH, total), rest, 1.0)
-    return [c for c, each in zip(rest, found, strict=True) if bool(each.any())]
+    return ProjectedHeads(attention, found.roles, known)
 
 
 def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:

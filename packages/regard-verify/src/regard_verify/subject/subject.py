@@ -141,8 +141,7 @@ class Subject:
         notes: remarks for the report.
         reference: what should return the same, if declared.
         another: builds a second module of the same kind, if that is known; takes changes of its
-            arguments by name, and `dropout`, which every probability of dropout becomes.
-        dropouts: names of those probabilities among its arguments and in its configuration.
+            arguments by name.
         switches: its boolean arguments, with the values that it was built with.
         forgot_super: `FILE:NUMBER: CODE` of its `__init__` if that does not call
             `super().__init__()`.
@@ -166,7 +165,6 @@ class Subject:
     notes: list[str] = field(default_factory=list)
     reference: Callable[..., Any] | None = None
     another: Callable[..., nn.Module] | None = None
-    dropouts: tuple[str, ...] = ()
     switches: Mapping[str, bool] = field(default_factory=dict)
     forgot_super: str = ""
     total: float = 1.0

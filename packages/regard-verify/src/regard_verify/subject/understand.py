@@ -3,7 +3,6 @@
 import copy
 import inspect
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard_verify.subject.decoding import find_stepper
+from regard_verify.subject.dropouts import set_dropout
 from regard_verify.subject.functions import OfModule, takes_module
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
@@ -109,7 +109,7 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
     if not is_function(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
     if own.kind not in ("function", "paged") and _is_factory(target):
-        built = build(target, own, dropout=0.0)
+        built = build(target, own)
         subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
         _remember(subject, built, target, own)
         return subject
@@ -139,10 +139,11 @@ def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    built = build(target, own, dropout=0.0)  # a law builds another with dropout
+    built = build(target, own)
     if isinstance(built.made, nn.Module):
         module = adapted(built.made)
-        subject = _of_likely_width(module, own, built, name, beside, trial)
+        set_dropout(module, 0.0)  # a law sets another
+        subject = _object(module, own, name, beside, trial)
     elif callable(built.made):
         subject = _understood(built.made, replace(own, kind="function"), name, beside, trial)
     else:
@@ -151,19 +152,6 @@ def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: T
     if subject.kind == "function":
         _given_scale(subject, built, trial)
     return subject
-
-
-def _of_likely_width(
-    module: nn.Module, own: Conventions, built: Built, name: str, beside: Any, trial: Trial
-) -> Subject:
-    """The module's subject; if x of the width that it seems to have is refused, of another one."""
-    try:
-        return _object(module, own, name, beside, trial)
-    except SubjectError as error:
-        for width in built.widths if own.width is None else ():
-            with suppress(SubjectError):
-                return _object(module, replace(own, width=width), name, beside, trial)
-        raise error
 
 
 def _given_scale(subject: Subject, built: Built, trial: Trial) -> None:
@@ -179,10 +167,14 @@ def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) ->
     """Record how the subject was built, and how to build another."""
     if isinstance(built.made, nn.Module):
         like = subject.thing
-        subject.another = lambda **changes: moved(
-            like, adapted(build(made_by, own, **changes).made)
-        )
-    subject.dropouts, subject.switches = built.dropouts, built.switches
+
+        def another(**changes: Any) -> nn.Module:
+            module = adapted(build(made_by, own, **changes).made)
+            set_dropout(module, 0.0)
+            return moved(like, module)
+
+        subject.another = another
+    subject.switches = built.switches
     subject.forgot_super = built.forgot_super
     if built.forgot_super:
         subject.notes.append(

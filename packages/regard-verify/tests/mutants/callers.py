@@ -322,8 +322,8 @@ class Checkpointed(Block):
 
 ALONE = {"causal": True, "window": 0, "cache": ""}  # without the caches in this file
 RIGHT = {
-    "a cache that knows its layer": (OwnedBlock, {**CACHED, "new_cache": "mutants.callers.Owned"}),
-    "a cache by layers": (Indexed, {**CACHED, "new_cache": "mutants.callers.ByIndex"}),
+    "a cache that knows its layer": (OwnedBlock, {**CACHED, "new_cache": "mutants.callers:Owned"}),
+    "a cache by layers": (Indexed, {**CACHED, "new_cache": "mutants.callers:ByIndex"}),
     "a scale that is a tensor": (tensor_scale, PLAIN),
     "a layer with a scale that is a tensor": (TensorScale, ALONE),
     "a checkpointed layer": (Checkpointed, ALONE),
@@ -335,7 +335,7 @@ def function(name, made, *kills, like=PLAIN, after=""):
 
 
 def block(name, made, *kills, new_cache=None, after="", **like):
-    own = {**CACHED, "new_cache": f"mutants.callers.{new_cache}"} if new_cache else like
+    own = {**CACHED, "new_cache": f"mutants.callers:{new_cache}"} if new_cache else like
     return Mutant(name, lambda: made, {"causal": True, "window": 0, **own, **like}, kills, after)
 
 

@@ -442,7 +442,7 @@ LAYERS = [
     Mutant(
         "converted without its biases",
         partial(Layer, bias=False),
-        {**LAYER_LIKE, "reference": "mutants.layers.reference"},
+        {**LAYER_LIKE, "reference": "mutants.layers:reference"},
         ("reference_parity",),
         "slapo#46",
     ),

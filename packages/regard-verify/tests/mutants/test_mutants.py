@@ -17,7 +17,7 @@ RIGHT = {
         lambda: good.Layer(good.LayerSteps(window=3)),
         {**good.LAYER_LIKE, "window": 3},
     ),
-    "reference": (good.Layer, {**good.LAYER_LIKE, "reference": "mutants.layers.reference"}),
+    "reference": (good.Layer, {**good.LAYER_LIKE, "reference": "mutants.layers:reference"}),
     "MLA": (good.MLA, good.MLA_LIKE),
     "cross-attention": (good.Cross, {"pairing": "none"}),
     "layer with a cache object": (things.Serving, {**things.WHOLE, "new_cache": good.ListCache}),

@@ -59,7 +59,7 @@ def file(tmp_path, monkeypatch):
         ("no.such.module", "there is no module .no."),
         ("nothing", "names nothing"),
         ("no/such/folder", "names nothing"),
-        ("torch.nn.MultiheadAtention", "did you mean MultiheadAttention"),
+        ("torch.nn:MultiheadAtention", "did you mean MultiheadAttention"),
     ],
 )
 def test_a_name_that_cannot_be_found_gets_a_sentence(name, problem):

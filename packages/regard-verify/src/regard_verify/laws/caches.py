@@ -62,7 +62,6 @@ def drafts_dropped(subject: Subject, trial: Trial) -> None:
     give without drafts.
     """
     x, whole = _whole(subject, trial)
-    assert subject.stepper is not None
     for drafts in (1, 3):
         _, after = subject.stepper.step(x[:, :5], subject.stepper.new())
         if hasattr(after.held, "activate_past_recording"):  # transformers' caches of windows
@@ -96,7 +95,6 @@ def cache_bytes(subject: Subject, trial: Trial) -> None:
     declared = subject.conventions.cache_bytes
     if declared is None:
         raise NotApplicable("it declares no bytes for a token")
-    assert subject.stepper is not None
     tokens, state = 256, subject.stepper.new()
     for x in subject.tokens(1, tokens, trial).split(64, 1):
         _, state = subject.stepper.step(x, state)

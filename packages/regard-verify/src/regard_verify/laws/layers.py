@@ -126,7 +126,6 @@ def reference_parity(subject: Subject, trial: Trial) -> None:
 @law("resource", "cache", quick=False)
 def memory_law(subject: Subject, trial: Trial) -> None:
     """The cache grows by one token a step, and no faster."""
-    assert subject.stepper is not None
     if subject.stepper.style == "internal":
         raise NotApplicable("its cache is in the layer")
     state, held = subject.stepper.new(), []

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from regard_verify.law import NotApplicable, Trial, law, require, tolerance
 from regard_verify.subject.adapters import TransformersModel
-from regard_verify.subject.decoding import CacheState
-from regard_verify.subject.subject import Stepper, Subject, SubjectError
+from regard_verify.subject.decoding import CacheState, Steps
+from regard_verify.subject.subject import Subject, SubjectError
 
 Wrong = Callable[[CacheState], bool]  # makes a mistake; returns whether that raised an error
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
@@ -19,7 +19,6 @@ INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
 @law("exact", "cache")
 def one_past_two_layers(subject: Subject, trial: Trial) -> None:
     """If two layers are given one cache, the second refuses it, or each reads its own tokens."""
-    assert subject.stepper is not None
     if subject.stepper.style == "tuple":
         raise NotApplicable("its cache is a returned value, which is not shared")
     steppers = [subject.stepper, subject.stepper.of(_another_layer(subject))]
@@ -40,7 +39,7 @@ def one_past_two_layers(subject: Subject, trial: Trial) -> None:
 
 
 def _in_turns(
-    steppers: list[Stepper], inputs: list[Tensor], caches: list[CacheState]
+    steppers: list[Steps], inputs: list[Tensor], caches: list[CacheState]
 ) -> list[Tensor]:
     """The outputs of all layers, in turns and in pieces of 3; a layer that refuses is left out."""
     states, over = list(caches), set[int]()
@@ -96,7 +95,6 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 @law("exact", "cache")
 def refused_step(subject: Subject, trial: Trial) -> None:
     """A refused step leaves the cache as it was: the right token then gives its usual output."""
-    assert subject.stepper is not None
     stepper, x = subject.stepper, subject.tokens(2, 6, trial)
     tries: dict[str, Wrong] = {
         f"a token {mistake}": partial(_try_token, stepper, change(x[:, 4:5]))
@@ -107,7 +105,7 @@ def refused_step(subject: Subject, trial: Trial) -> None:
     _leave_the_cache(stepper, x, tries)
 
 
-def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None:
+def _two_more(stepper: Steps, x: Tensor, wrong: Wrong | None) -> Tensor | None:
     """The outputs of tokens 4 and 5 after the mistake `wrong`; None if that raised no error."""
     _, state = stepper.step(x[:, :4], stepper.new())
     if wrong is not None and not wrong(state):
@@ -124,7 +122,7 @@ def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None
     return _joined(pieces, x)
 
 
-def _leave_the_cache(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> None:
+def _leave_the_cache(stepper: Steps, x: Tensor, tries: dict[str, Wrong]) -> None:
     """After each mistake that raises an error, two more tokens give their usual outputs."""
     right = _two_more(stepper, x, None)
     assert right is not None
@@ -141,7 +139,7 @@ def _leave_the_cache(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> No
         raise NotApplicable("none of the steps raises an error")
 
 
-def _try_token(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
+def _try_token(stepper: Steps, token: Tensor, state: CacheState) -> bool:
     """Whether the subject raised an error of any kind."""
     try:
         stepper.step(token, state)
@@ -150,7 +148,7 @@ def _try_token(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
     return False
 
 
-def _try_mask(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
+def _try_mask(stepper: Steps, token: Tensor, state: CacheState) -> bool:
     """Whether the subject refused; errors of torch are accidents."""
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Finding an object by its name: `PATH.py:NAME`, `package.module:NAME`, `package.module.NAME`."""
+"""Finding an object by its name: `PATH.py:NAME`, `package.module:NAME`."""
 
 import builtins
 import difflib
@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,15 +45,13 @@ def find(name: str) -> Found:
         SubjectError: if there is no such file or name, or the file cannot be run.
 
     Examples:
-        >>> find("torch.nn.MultiheadAttention").thing.__name__
+        >>> find("torch.nn:MultiheadAttention").thing.__name__
         'MultiheadAttention'
     """
-    where, attribute = _parts(name)
+    where, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
     found, owner = module, None
     for part in attribute.split(".") if attribute else ():
-        if not hasattr(found, part) and inspect.ismodule(found) and ":" not in name:
-            _import_below(found, part)
         if not hasattr(found, part):
             raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
         static = inspect.getattr_static(found, part, None)
@@ -65,41 +63,12 @@ def find(name: str) -> Found:
     return Found(_with_a_signature(found), module, owner=owner)
 
 
-def _parts(name: str) -> tuple[str, str]:
-    """The file or module in a name, and the attribute after it."""
-    if name.endswith(".py"):
-        return name, ""
-    where, colon, attribute = name.rpartition(":")
-    if not colon and "/" not in name:
-        where, _, attribute = name.rpartition(".")
-    if not where:
-        raise SubjectError(f"{name!r} names nothing that exists: {NEEDED}")
-    return where, attribute
-
-
-def _import_below(package: Any, part: str) -> None:
-    """Import a module of a package, if there is one of this name."""
-    name = f"{package.__name__}.{part}"
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        if not (isinstance(error, ModuleNotFoundError) and name.startswith(error.name or " ")):
-            raise SubjectError(_while_run(name, error)) from error
-
-
 def _instead(holder: Any, missing: str) -> str:
-    """A suggestion for a missing name: names like it, else subjects of the file, else all names."""
-    names = _names(holder)
-    close = difflib.get_close_matches(missing, names, 3, 0.6)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    known = candidates(holder) if inspect.ismodule(holder) else []
-    return f"it has {', '.join((known or names)[:12]) or 'nothing that can be called'}"
-
-
-def _names(holder: Any) -> list[str]:
+    """A suggestion for a missing name: names like it, else all that can be called."""
     held = vars(holder) if hasattr(holder, "__dict__") else {}
-    return [name for name, each in held.items() if not name.startswith("_") and callable(each)]
+    names = [name for name, each in held.items() if not name.startswith("_") and callable(each)]
+    close = difflib.get_close_matches(missing, names, 3, 0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(names[:12])}"
 
 
 def candidates(module: Any) -> list[str]:
@@ -158,10 +127,7 @@ def require_model(folder: Path) -> None:
 
 def _file(path: Path) -> Any:
     if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*.py")]
-        close = difflib.get_close_matches(path.name, beside, 1)
-        instead = f"did you mean {path.parent / close[0]}?" if close else NEEDED
-        raise SubjectError(f"there is no file {path}: {instead}")
+        raise SubjectError(f"there is no file {path}: {NEEDED}")
     spec = importlib.util.spec_from_file_location(f"regard_subject_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -199,20 +165,7 @@ def _in_package(path: Path) -> Any:
         top = top.parent
     sys.path.insert(0, str(top.parent))
     parts = path.resolve().with_suffix("").relative_to(top.parent).parts
-    held = sys.modules.get(parts[0])
-    if held is not None and str(top) not in _paths(held):
-        raise SubjectError(
-            f"the package of {path} is called {parts[0]!r} like another that is imported"
-        )
-    name = ".".join(parts)
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise SubjectError(_while_run(path, error)) from error
-
-
-def _paths(package: Any) -> Iterable[str]:
-    return [str(Path(each).resolve()) for each in getattr(package, "__path__", [])]
+    return _module(".".join(parts))
 
 
 def _module(name: str) -> Any:
@@ -256,13 +209,13 @@ def is_function(found: Any) -> bool:
 
 
 def named_beside(module: Any, name: str) -> Callable[..., Any]:
-    """The object of another name in the subject's file, or of a dotted name.
+    """The object of another name in the subject's file, or of `package.module:NAME`.
 
     Raises:
         SubjectError: if there is none.
     """
     found = getattr(module, name, None) or getattr(builtins, name, None)
-    if found is None and "." in name:
+    if found is None and ":" in name:
         found = find(name).thing
     if found is None:
         raise SubjectError(f"{getattr(module, '__name__', 'its file')} has no {name!r}")

@@ -80,25 +80,6 @@ class Abilities:
         return any(getattr(self, name) for name in names.split("|"))
 
 
-@dataclass
-class Stepper:
-    """A layer that is called piece by piece, with a cache of the earlier tokens.
-
-    Attributes:
-        new: makes an empty cache.
-        step: the output for x and the cache after it; without gradients, on a copy of x.
-        style: how the cache is passed: `object`, `tuple` or `internal`.
-        follow: `step` of x itself, with gradients; its mask is `columns` keys too wide.
-        of: the stepper of another module of the same kind.
-    """
-
-    new: Callable[[], Any]
-    step: Callable[[Tensor, Any], tuple[Tensor, Any]]
-    style: str
-    follow: Callable[..., tuple[Tensor, Any]]
-    of: "Callable[[nn.Module], Stepper]"
-
-
 class Call(NamedTuple):
     """A call that is ready to run: `target` on the tensors `given`, by name."""
 
@@ -131,7 +112,7 @@ class Subject:
             `keep`, `causal`, `window`, `scale`, `bias`, `softcap`, `dropout`, and `raw`, a mask in
             the subject's own form.
         layer: x [B, L, E] to [B, L, E]; also takes `keep`, `context`.
-        stepper: the layer with a cache.
+        stepper: the layer called piece by piece with a cache, a `subject.decoding.Steps`.
         module: the module, if it is one.
         form: the form of its masks.
         layer_form: the same for `layer`.
@@ -155,7 +136,7 @@ class Subject:
     inferred: dict[str, str] = field(default_factory=dict)
     attend: Attend | None = None
     layer: Callable[..., Tensor] | None = None
-    stepper: Stepper | None = None
+    stepper: Any = None
     module: nn.Module | None = None
     form: MaskForm = NO_MASK
     layer_form: MaskForm = NO_MASK

@@ -222,9 +222,8 @@ def _laws(number: int) -> str:
 
 def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
     """A broken law: its sentence, its smallest case, the likely mistake, the subject's line."""
-    known = f" (known: {each.known})" if each.known else ""
     console.print()
-    say(console, f"broken {each.law}{known}", bold=f"broken {each.law}", style=COLOURS["broken"])
+    say(console, f"broken {each.law}", bold=f"broken {each.law}", style=COLOURS["broken"])
     for sentence in each.sentences(following):
         say(console, sentence, indent=2)
     example = each.example

@@ -13,14 +13,13 @@ from regard_verify.laws import (
     numbers,
     padding,
     refused_steps,
-    rotation,
     visibility,
 )
 
 MODULES = (
     built,  # that it is a module which runs
     *(numbers, heads),  # what is computed
-    *(visibility, masks, padding, rotation),  # which keys a query may attend to
+    *(visibility, masks, padding),  # which keys a query may attend to
     *(execution, callers, compiler),  # how a call runs
     *(caches, refused_steps, layers),  # what is stored between calls
 )

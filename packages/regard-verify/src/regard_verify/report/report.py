@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any, Literal
 
 from regard_verify.law import Counterexample, Law
@@ -41,7 +40,6 @@ class Outcome:
         kind: exact, bounded, statistical or resource.
         reason: why it does not apply, is undecided, or which error this suite made.
         example: the counter-example.
-        known: where the same defect is reported.
         seconds: how long it took.
         because: of a law that follows, the broken law that explains it.
         line: the line of the subject, as `FILE:NUMBER: CODE`, where it can be told.
@@ -61,7 +59,6 @@ class Outcome:
     kind: str
     reason: str = ""
     example: Counterexample | None = None
-    known: str = ""
     seconds: float = 0.0
     because: str = ""
     line: str = ""
@@ -229,15 +226,6 @@ class Report:
             parts.append(("Not judged", self.unjudged, DECLARE))
         return "\n\n".join(["\n  ".join(part) for part in parts] + [self.summary()])
 
-    def _repr_html_(self) -> str:
-        """The report as text, for notebooks.
-
-        Examples:
-            >>> Report("mine", problem="It is <odd>.")._repr_html_()
-            '<pre>mine: not understood. It is &lt;odd&gt;.</pre>\\n'
-        """
-        return f"<pre>{escape(str(self))}</pre>\n"
-
     def summary(self) -> str:
         """One line: the verdict, and how much was judged.
 
@@ -310,13 +298,12 @@ def outcome(
     *,
     reason: str = "",
     example: Counterexample | None = None,
-    known: str = "",
     seconds: float = 0.0,
 ) -> Outcome:
     """The outcome of a law; a broken recommendation is advice."""
     if status == "failed" and law.advised:
         status = "advice"
-    return Outcome(law.name, status, law.statement, law.kind, reason, example, known, seconds)
+    return Outcome(law.name, status, law.statement, law.kind, reason, example, seconds)
 
 
 def ended(law: Law, cause: str) -> Outcome:

@@ -77,7 +77,6 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "decode_equals_full": ("drafts_dropped", *_STEPS),
     "chunked_prefill": ("drafts_dropped", *_STEPS),
     "drafts_dropped": (),
-    "rope_layout": ("rope_norm_and_long",),
 }  # fmt: skip
 
 

@@ -32,24 +32,13 @@ LACKS = {  # why a law does not apply, by the ability that it needs
     "weights": "it returns no weights",
     "scale": "its calls take no scale, softcap or bias",
     "reference": "no reference is declared",
-    "rotation": "it is about a rotation alone",
 }
 FIRST = "eval_determinism"
 LAST = "default_dtype"  # a subject may keep tables that it computed under another default
-KNOWN = {  # defects of torch, and where they are reported
-    ("MultiheadAttention", "fully_masked_forward"): "pytorch#41508",
-    ("MultiheadAttention", "fully_masked_backward"): "pytorch#41508",
-    ("MultiheadAttention", "mask_and_causal"): "pytorch#99282",
-    ("MultiheadAttention", "causal_option"): "pytorch#99282",
-    ("MultiheadAttention", "needs_weights_agree"): "pytorch#99282",
-    ("scaled_dot_product_attention", "masked_poison"): "pytorch#103963",
-}
 
 
 def lacking(law: Law, subject: Subject) -> str | None:
     """Why a law does not apply; None if it does."""
-    if subject.has.rotation:
-        return None if "rotation" in law.needs else "it is not about a rotation"
     for need in law.needs:
         if not subject.has.any_of(need):
             return next(LACKS[name] for name in need.split("|") if name in LACKS)
@@ -107,7 +96,7 @@ def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
     except NotApplicable as error:
         return outcome(law, "not applicable", reason=str(error))
     except Broken as error:
-        found = outcome(law, "failed", example=error.example, known=_known(subject, law))
+        found = outcome(law, "failed", example=error.example)
         forgot = subject.forgot_super if law.name == "super_init" else ""
         return replace(found, line=forgot or line_about(law.name, subject.thing))
     except Exception as error:
@@ -120,7 +109,8 @@ def _of_an_error(law: Law, subject: Subject, error: Exception) -> Outcome:
     if defect := defect_in(error, files):
         return outcome(law, "defect", reason=defect)
     if isinstance(error, SubjectError):
-        if isinstance(error.__cause__, NotImplementedError):
+        lacks = "no autograd formula" in str(error)  # an operator without a backward pass
+        if lacks or isinstance(error.__cause__, NotImplementedError):
             return outcome(law, "not applicable", reason=f"it refuses: {error}")
         cause = str(error)
     else:
@@ -141,12 +131,6 @@ def defect_in(error: BaseException, files: Collection[str] = ()) -> str:
     if raised is None or isinstance(raised, SyntaxError):  # of its file: it has no frame of its own
         return ""
     return own_error(raised, files)
-
-
-def _known(subject: Subject, law: Law) -> str:
-    inner = type(subject.module).__name__ if subject.module is not None else ""
-    names = (inner, getattr(subject.thing, "__name__", ""))
-    return next((KNOWN[n, law.name] for n in names if (n, law.name) in KNOWN), "")
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-Kind = Literal["function", "module", "paged", "rope"]
+Kind = Literal["function", "module", "paged"]
 
 DECLARED = "regard_conventions"  # the name of a dictionary of conventions in the subject's file
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "kind": ("function", "module", "paged", "rope"),
+    "kind": ("function", "module", "paged"),
     "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE"),
     "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD"),
     "polarity": ("keep", "drop", "additive"),
@@ -32,8 +32,8 @@ class Conventions:
     reported.
 
     Args:
-        kind: `"function"` of (q, k, v), `"module"` from x, `"paged"`, a function of
-            queries and pages, or `"rope"`, a function of (x, positions).
+        kind: `"function"` of (q, k, v), `"module"` from x, or `"paged"`, a function
+            of queries and pages.
         arguments: of the class or of the factory.
         options: further arguments of every call.
         layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"`; of a module

@@ -29,13 +29,11 @@ class Found(NamedTuple):
         thing: the object.
         home: the module that holds it.
         chosen: its name, where only its file was named; else "".
-        owner: the class of which it is a method; None if it can be called as it is.
     """
 
     thing: Any
     home: Any
     chosen: str = ""
-    owner: type | None = None
 
 
 def find(name: str) -> Found:
@@ -50,17 +48,15 @@ def find(name: str) -> Found:
     """
     where, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
-    found, owner = module, None
+    found = module
     for part in attribute.split(".") if attribute else ():
         if not hasattr(found, part):
             raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
-        static = inspect.getattr_static(found, part, None)
-        owner = found if isinstance(found, type) and inspect.isfunction(static) else None
         found = getattr(found, part)
     if inspect.ismodule(found):
         chosen = _only_candidate(found, name)
         return Found(getattr(found, chosen), found, chosen)
-    return Found(_with_a_signature(found), module, owner=owner)
+    return Found(_with_a_signature(found), module)
 
 
 def _instead(holder: Any, missing: str) -> str:

@@ -5,7 +5,6 @@ common mistakes, gives the module's own values with it: then the laws know what 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from regard_verify.law import Trial
 from regard_verify.mistakes import Heads, heads_of, mistakes, turned
 from regard_verify.oracle import pattern
-from regard_verify.subject.channels import OPEN, Roles, Run
+from regard_verify.subject.channels import Roles, Run
 from regard_verify.subject.layouts import usual_layouts
 
 LENGTH = 4
@@ -44,38 +43,12 @@ def natural_roles(
     unread = torch.ones(channels, dtype=torch.bool)
     unread[[c for part in parts for c in part]] = False
     values[..., unread] = 0.0
-    width = run(values).shape[-1]
-    for gates, opened in _gates(run, values, parts, width):
-        given = values.clone()
-        given[..., gates] = opened
-        got = run(given).double()
-        without = [part for part in parts if part != gates]
-        for roles in usual_layouts(without, width, declared):
-            found = _matching(got, given, roles)
-            if found is not None:
-                gated = replace(roles, gates=gates, opened=opened)
-                return found._replace(roles=gated)
+    got = run(values).double()
+    for roles in usual_layouts(parts, got.shape[-1], declared):
+        found = _matching(got, values, roles)
+        if found is not None:
+            return found
     return None
-
-
-def _gates(
-    run: Run, values: Tensor, parts: list[list[int]], width: int
-) -> Iterator[tuple[list[int], float]]:
-    """No gate; then each projection that may be one, at each open value."""
-    yield [], 1.0
-    if len(parts) in (2, 3, 4):
-        for part in reversed(parts):
-            if len(part) == width and _scales_one_cell(run, values, part[0]):
-                yield from ((part, opened) for opened in OPEN[:2])
-
-
-def _scales_one_cell(run: Run, values: Tensor, channel: int) -> bool:
-    """Whether a channel of one token changes one channel of one token, as a gate does."""
-    other = values.clone()
-    other[:, 1, channel] += 1.0
-    before = run(values)
-    changed = (run(other) - before).abs() > CLOSE * (1 + before.abs().max())
-    return int(changed.sum()) == 1
 
 
 def _matching(got: Tensor, values: Tensor, roles: Roles) -> Natural | None:

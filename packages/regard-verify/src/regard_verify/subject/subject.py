@@ -73,7 +73,6 @@ class Abilities:
     unknown_positions: bool = False  # positions change the scores in a way that is not known
     negative_weights: bool = False  # its weights are those of one softmax less those of another
     reference: bool = False  # a function or module that should return the same is declared
-    rotation: bool = False  # it is a function that rotates x by positions
 
     def any_of(self, names: str) -> bool:
         """Whether one of the abilities is there that `"heads|layer"` lists."""

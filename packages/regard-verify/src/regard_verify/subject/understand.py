@@ -27,7 +27,7 @@ from regard_verify.subject.probe_modules import probe_module
 from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.ranks import OnRanks
 from regard_verify.subject.signatures import parameters_of, required_of
-from regard_verify.subject.subject import Abilities, Subject, SubjectError
+from regard_verify.subject.subject import Subject, SubjectError
 
 
 def understand(
@@ -57,12 +57,9 @@ def understand(
         return _module(model_folder(Path(target)), own, name or target, None, trial)
     beside, chosen, given = None, "", target
     if isinstance(given, str):
-        target, beside, chosen, owner = find(given)
+        target, beside, chosen = find(given)
         name = name or (f"{given}:{chosen}" if chosen else given)
         own = _declared_beside(own, beside)
-        if owner is not None:  # a method: of an object that is built
-            target = getattr(build(owner, own).made, target.__name__)
-            own = replace(own, arguments={})
     elif target is torch.nn.functional.scaled_dot_product_attention:
         target = find("torch.nn.functional:scaled_dot_product_attention").thing
     name = str(name or getattr(target, "__name__", type(target).__name__))
@@ -91,8 +88,6 @@ def _declared_beside(own: Conventions, beside: Any) -> Conventions:
 
 
 def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if own.kind == "rope":
-        return Subject(name, "rope", own, thing=target, has=Abilities(rotation=True))
     if isinstance(target, type) and update_of(target) and not hasattr(target, "forward"):
         raise SubjectError(
             f"{name} is a cache, which is judged in the layer that it serves: name a module whose "

@@ -99,14 +99,6 @@ class Trial:
         """Uniform values from 0 to 1, in float64."""
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Integers from `low` up to but not including `high`."""
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def permutation(self, size: int) -> Tensor:
-        """The integers below `size` in random order."""
-        return torch.randperm(size, generator=self.generator)
-
 
 LawFunction = Callable[[Any, Trial], None]
 

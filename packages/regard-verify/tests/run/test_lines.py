@@ -7,7 +7,7 @@ import pytest
 import subjects
 from mutants import defects
 from regard_verify import check
-from regard_verify.run.lines import lines_of
+from regard_verify.blame import lines_of
 from regard_verify.subject.understand import understand
 
 SOURCE = Path(subjects.__file__).read_text().splitlines()

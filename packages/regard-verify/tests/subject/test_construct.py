@@ -11,7 +11,7 @@ import subjects
 from regard_verify import Conventions, SubjectError, understand
 from regard_verify.subject.configurations import Configuration
 from regard_verify.subject.construct import build
-from regard_verify.subject.dropouts import set_dropout
+from regard_verify.subject.modules import set_dropout
 
 NOTHING = Conventions()
 SETTABLE = [

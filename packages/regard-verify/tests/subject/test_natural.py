@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from projecting import right, trial
-from regard_verify.subject.natural import natural_roles
+from regard_verify.subject.layouts import natural_roles
 
 BLOCKED = torch.arange(36).view(3, 3, 4).tolist()  # queries, keys, values of 3 heads
 THREE = torch.arange(36).view(3, 12).tolist()  # the channels of three projections

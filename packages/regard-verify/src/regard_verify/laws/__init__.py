@@ -5,14 +5,12 @@ from regard_verify.laws import (
     built,
     caches,
     callers,
-    compiler,
     execution,
     heads,
     layers,
     masks,
     numbers,
     padding,
-    refused_steps,
     visibility,
 )
 
@@ -20,8 +18,8 @@ MODULES = (
     built,  # that it is a module which runs
     *(numbers, heads),  # what is computed
     *(visibility, masks, padding),  # which keys a query may attend to
-    *(execution, callers, compiler),  # how a call runs
-    *(caches, refused_steps, layers),  # what is stored between calls
+    *(execution, callers),  # how a call runs
+    *(caches, layers),  # what is stored between calls
 )
 LAWS: dict[str, Law] = {
     law.name: law for module in MODULES for law in vars(module).values() if isinstance(law, Law)

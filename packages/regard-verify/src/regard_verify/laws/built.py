@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
 from regard_verify.laws.cases import ODD, random_mask
 from regard_verify.oracle import pattern
-from regard_verify.subject.dropouts import set_dropout
+from regard_verify.subject.modules import set_dropout
 from regard_verify.subject.subject import Subject
 
 HALF = 0.5  # the probability with which dropout cannot be overlooked

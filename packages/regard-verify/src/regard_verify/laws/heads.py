@@ -18,7 +18,7 @@ from regard_verify.laws.cases import on_sizes
 from regard_verify.oracle import key_heads
 from regard_verify.subject.modules import size_of
 from regard_verify.subject.probe_weights import read_head_order
-from regard_verify.subject.projected_heads import ProjectedHeads
+from regard_verify.subject.reach import ProjectedHeads
 from regard_verify.subject.subject import Subject
 
 WORDS = {"q": "queries", "k": "keys", "v": "values"}

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from regard_verify.blame import files_of, line_of, own_error, said
+from regard_verify.blame import files_of, line_about, line_of, own_error, said
 from regard_verify.law import Broken, Counterexample, Law, NotApplicable, Trial
 from regard_verify.laws import LAWS
 from regard_verify.report.report import Outcome, Report, outcome
-from regard_verify.run.lines import line_about
 from regard_verify.subject.subject import Subject, SubjectError
 
 LACKS = {  # why a law does not apply, by the ability that it needs
@@ -181,20 +180,16 @@ def crash(error: Exception) -> Outcome | None:
     """The broken law `runs`, if the subject's code fails on every input; None if that is not
     known.
     """
-    tried = error.tried if isinstance(error, SubjectError) else ()
-    if not tried or not all(_fails(each) for each in tried):
+    if not isinstance(error, SubjectError) or not error.crashes:
         return None
-    cause = str(tried[0])
-    example = Counterexample("", "", "an output", "an error, as for all other shapes", cause)
-    return located(outcome(LAWS["runs"], "failed", example=example), tried[0])
-
-
-def _fails(error: SubjectError) -> bool:
-    """Whether a line of the subject raised an error that is no refusal."""
-    cause = error.__cause__
+    cause = error.__cause__  # a line of the subject raised it, and it is no refusal
     kinds = (NameError, AttributeError, TypeError, RuntimeError)
     accident = isinstance(cause, kinds) and not isinstance(cause, NotImplementedError)
-    return accident and "NoneType" not in str(cause) and bool(line_of(error))
+    if cause is None or not accident or "NoneType" in str(cause) or not error.line:
+        return None
+    text = f"it raised {said(cause)}"
+    example = Counterexample("", "", "an output", "an error, as for all other shapes", text)
+    return located(outcome(LAWS["runs"], "failed", example=example), error)
 
 
 def end_early(

@@ -5,11 +5,10 @@ x, a mask and a cache. This suite does not import regard: whoever has a layer of
 it, and its masks and caches are taken from there.
 """
 
-import copy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,12 +158,3 @@ def model_folder(path: Path) -> nn.Module:
         made_by.from_pretrained, path, **local, use_safetensors=True, dtype=torch.float32
     )
     return TransformersModel(model).eval()
-
-
-def neutral(module: nn.Module) -> nn.Module:
-    """The module without rotation, where that is possible, with the same weights."""
-    if not hasattr(module, "rotating"):
-        return module
-    twin: Any = copy.copy(module)  # shares the children
-    twin.rotating = False
-    return cast(nn.Module, twin)

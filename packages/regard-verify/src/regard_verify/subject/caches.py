@@ -1,10 +1,94 @@
-"""What a cache holds, and the usual names of its methods."""
+"""The caches that a layer is given: how they are made, and what they hold."""
 
+import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.configurations import annotations_of, arguments_of
+from regard_verify.subject.construct import build
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.guesses import SIZES, role_of
+from regard_verify.subject.lookup import named_beside
+from regard_verify.subject.positions import Positioned
 from regard_verify.subject.signatures import parameters_of
+from regard_verify.subject.subject import SubjectError
+
+Maker = Callable[[], Any]
+
+
+def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tuple[Maker, bool]]:
+    """Makers of caches for an argument of a layer, the likeliest first.
+
+    Each comes with whether its caches are of all layers: those that are declared are asked what
+    happens if two layers share one, others only if they are given the index of a layer.
+
+    Args:
+        module: the layer, or its adapter.
+        argument: the name of its argument.
+        declared: a function or class, or its name in the file; None if nothing is declared.
+        beside: the file.
+    """
+    if declared is not None:
+        made_by = declared if callable(declared) else named_beside(beside, declared)
+        return [(_maker(module, made_by) if isinstance(made_by, type) else made_by, True)]
+    if isinstance(module, Adapter) and not isinstance(module, Positioned):
+        return [(module.new_cache, True)]
+    inner = module.inner if isinstance(module, Adapter) else module
+    found = _annotated(inner, argument)
+    found += [each for each in vars(beside).values() if _is_cache(each)] if beside else []
+    if argument.startswith("past_key_value") and importlib.util.find_spec("transformers"):
+        from transformers import DynamicCache
+
+        found.append(DynamicCache)
+    return [(_maker(module, each), _of_layers(each)) for each in dict.fromkeys(found)]
+
+
+def _of_layers(made_by: type) -> bool:
+    """Whether its update is given the index of a layer."""
+    update = getattr(made_by, update_of(made_by))
+    return any(role_of(name) in ("layer index", "layers") for name in parameters_of(update))
+
+
+def is_annotated(module: Any, argument: str) -> bool:
+    """Whether an argument of a layer is annotated with a class of caches."""
+    return bool(_annotated(module.inner if isinstance(module, Adapter) else module, argument))
+
+
+def _annotated(inner: Any, argument: str) -> list[type]:
+    annotated = annotations_of(inner.forward).get(argument)
+    parts = getattr(annotated, "__args__", (annotated,))  # of `Cache | None`
+    return [each for each in parts if isinstance(each, type) and _is_cache(each)]
+
+
+def _is_cache(each: Any) -> bool:
+    if not isinstance(each, type) or not update_of(each):
+        return False
+    return getattr(each, "forward", nn.Module.forward) is nn.Module.forward
+
+
+def _maker(module: Any, made_by: type) -> Maker:
+    return partial(_made, module, made_by)
+
+
+def _made(module: Any, made_by: type) -> Any:
+    """A cache of the sizes that the layer has."""
+    inner = module.inner if isinstance(module, Adapter) else module
+    held = {role_of(name): value for name, value in vars(inner).items() if type(value) is int}
+    held.setdefault("key heads", held.get("heads", 0))
+    roles = {name: role_of(name) for name in arguments_of(made_by)}
+    sizes = {n: held[role] for n, role in roles.items() if role in SIZES and held.get(role)}
+    settings = getattr(inner, "config", None)
+    if settings is not None and "config" in roles:
+        sizes["config"] = settings
+    try:
+        return build(made_by, Conventions(arguments=sizes)).made
+    except SubjectError:
+        return build(made_by, Conventions()).made
+
 
 TRUNCATES = ("truncate", "crop", "trim", "rollback")
 BY_AMOUNT = ("trim", "rollback")  # how many tokens are dropped, not how many are kept

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from regard_verify.law import Trial
 from regard_verify.subject.adapters import Adapter
-from regard_verify.subject.cache_makers import is_annotated, makers_of
-from regard_verify.subject.caches import content_of
+from regard_verify.subject.caches import content_of, is_annotated, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError, called

@@ -4,14 +4,14 @@ What is declared is not probed. What is found goes into conventions, abilities a
 The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
-from regard_verify.blame import with_line
+from regard_verify.blame import line_of, with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
@@ -126,20 +126,20 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
         f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs "
         "(packed, or heads side by side), name a function of q, k and v [B, H, L, D] that calls "
         "it, or declare options; if layout is declared, an error is a broken law",
-        errors,
+        errors[0],
         own.layout,
     )
 
 
-def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> SubjectError:
-    """The error for a subject that accepts no input, with the errors of all inputs.
+def refusal(text: str, first: SubjectError, declared: object) -> SubjectError:
+    """The error for a subject that accepts no input; `first` is that of the likeliest.
 
-    Errors of shapes are left out unless the shape of inputs is `declared`: they tell then that the
-    code fails, and otherwise only that it takes other inputs.
+    An error of shapes tells that the code fails only if the shape of inputs is `declared`, and
+    otherwise that it takes other inputs.
     """
     error = SubjectError(text)
-    of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
-    error.tried = () if of_shapes and declared is None else errors
+    error.__cause__, error.line = first.__cause__, line_of(first)
+    error.crashes = declared is not None or type(first.__cause__) is not RuntimeError
     return error
 
 

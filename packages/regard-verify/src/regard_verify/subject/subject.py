@@ -1,7 +1,7 @@
 """A subject: the code under test behind one canonical call, with what was found out about it."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,7 +24,7 @@ class SubjectError(Exception):
 
     Attributes:
         line: of the subject, where that is not in the traceback, as `FILE:NUMBER: CODE`.
-        tried: the errors of all inputs that were tried, where none was accepted.
+        crashes: whether the subject's own error, the cause of this one, is a broken law.
 
     Examples:
         >>> from regard_verify import SubjectError, understand
@@ -36,7 +36,7 @@ class SubjectError(Exception):
     """
 
     line: str = ""
-    tried: "Sequence[SubjectError]" = ()
+    crashes: bool = False
 
 
 @dataclass

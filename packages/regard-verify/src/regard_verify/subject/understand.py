@@ -16,10 +16,10 @@ from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard_verify.subject.decoding import find_stepper
-from regard_verify.subject.dropouts import set_dropout
 from regard_verify.subject.functions import OfModule, takes_module
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
+from regard_verify.subject.modules import set_dropout
 from regard_verify.subject.pages import OnPages
 from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 _TOPICS = {  # the words of a line, and the laws about what it does
-    r"sqrt|\*\* ?-?0\.5|scal(e|ing)\b|scaled_dot_product": "scale_closed_form",
+    r"sqrt|\*\* ?\(?-?0?\.5|scal(e|ing)\b|scaled_dot_product": "scale_closed_form",
     r"softmax|scaled_dot_product": "score_shift convexity fully_masked_forward",
     r"dropout\w*\(": "dropout_in_eval eval_determinism dropout_stats",
     r"masked_fill|where\(|\+ ?mask": "mask_polarity mask_dtype mask_broadcast padding_content",

@@ -166,27 +166,41 @@ def _masked_late(heads: Heads) -> Tensor:
 
 LOW = -1e30  # a score that a mask sets, as code does that knows no infinity
 VIEWED = "the heads are split by a view without a transposition"
+_VIEWS = {  # the parts that are split by a view
+    VIEWED: "qkv",
+    "the queries are split by a view without a transposition": "q",
+    "the keys are split by a view without a transposition": "k",
+    "the values are split by a view without a transposition": "v",
+}
+_ROLES = {  # the parts that serve as queries, keys and values
+    "the keys are used as values": "qkk",
+    "the values are used as keys": "qvv",
+    "the queries are used as keys": "qqv",
+    "the keys are used as queries": "kkv",
+    "queries and keys change places": "kqv",
+}
+
+
+def _split(heads: Heads, parts: str) -> Heads:
+    """Heads of which these parts are split by a view."""
+    many = {"q": 1, "k": heads.many, "v": heads.many}
+    return heads._replace(**{each: _viewed(getattr(heads, each), many[each]) for each in parts})
+
+
+def _served(heads: Heads, roles: str) -> Heads:
+    """Heads with these parts as queries, keys and values."""
+    q, k, v = (getattr(heads, each) for each in roles)
+    return heads._replace(q=q, k=k, v=v)
+
+
+def _scaled_keys(heads: Heads) -> Heads:
+    return heads._replace(k=heads.q, scale=heads.scale**2)
+
+
 BEFORE: dict[str, Callable[[Heads], Heads]] = {
-    VIEWED: lambda heads: heads._replace(
-        q=_viewed(heads.q), k=_viewed(heads.k, heads.many), v=_viewed(heads.v, heads.many)
-    ),
-    "the queries are split by a view without a transposition": lambda heads: heads._replace(
-        q=_viewed(heads.q)
-    ),
-    "the keys are split by a view without a transposition": lambda heads: heads._replace(
-        k=_viewed(heads.k, heads.many)
-    ),
-    "the values are split by a view without a transposition": lambda heads: heads._replace(
-        v=_viewed(heads.v, heads.many)
-    ),
-    "the keys are used as values": lambda heads: heads._replace(v=heads.k),
-    "the values are used as keys": lambda heads: heads._replace(k=heads.v),
-    "the queries are used as keys": lambda heads: heads._replace(k=heads.q),
-    "the queries, already scaled, are used as keys": lambda heads: heads._replace(
-        k=heads.q, scale=heads.scale**2
-    ),
-    "the keys are used as queries": lambda heads: heads._replace(q=heads.k),
-    "queries and keys change places": lambda heads: heads._replace(q=heads.k, k=heads.q),
+    **{sentence: partial(_split, parts=parts) for sentence, parts in _VIEWS.items()},
+    **{sentence: partial(_served, roles=roles) for sentence, roles in _ROLES.items()},
+    "the queries, already scaled, are used as keys": _scaled_keys,
 }
 AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the softmax runs over the queries": partial(_over, 2),
@@ -200,10 +214,8 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the weights are divided by their sums over the queries": _over_sums_of_queries,
     "the mask is applied after the softmax, so that weights no longer sum to 1": _masked_late,
     "the rotated keys are used as values": lambda heads: heads._replace(v=heads.k).out(),
-    "the key heads are in the reverse order": lambda heads: heads._replace(k=heads.k.flip(1)).out(),
-    "the value heads are in the reverse order": lambda heads: heads._replace(
-        v=heads.v.flip(1)
-    ).out(),
+    "the key heads are in the reverse order": lambda x: x._replace(k=x.k.flip(1)).out(),
+    "the value heads are in the reverse order": lambda x: x._replace(v=x.v.flip(1)).out(),
     "the weights of a head are applied to the values of the next head": partial(_rolled, by=1),
     "the weights of a head are applied to the values of the head before": partial(_rolled, by=-1),
     "the queries of a head meet the keys of the next head": partial(_queries_rolled, by=1),

@@ -168,11 +168,11 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
             say(console, line, bold=WORDS[each.status], colour=STATUS_COLOURS[each.status])
     else:
         say(console, f"{_laws(len(report.having('passed')))} kept.", style=COLOURS["kept"])
-    if any(each.example and "B=" in each.example.shape for each in report.unexplained):
+    if any(each.example and "B=" in each.example.shape for each in report.causes):
         say(console, f"Cases: {LETTERS}", style="dim")
-    if any(each.example and each.example.actual_grid for each in report.unexplained):
+    if any(each.example and each.example.actual_grid for each in report.causes):
         say(console, "Keys: ■ visible, · hidden; wrong: X visible, □ hidden.", style="dim")
-    for each in report.unexplained:
+    for each in report.causes:
         following = report.following(each.law)
         _cause(each, following, console)
         for law in following if every_law else ():

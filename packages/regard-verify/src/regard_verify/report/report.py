@@ -146,23 +146,7 @@ class Report:
 
     def following(self, cause: str) -> list[str]:
         """Names of the laws that are broken because this one is."""
-        because = {each.law: each.because for each in self.having("follows")}
-
-        def root(law: str) -> str:
-            for _ in because:  # as many steps as there are laws, should two name each other
-                law = because.get(law, law)
-            return law
-
-        return [law for law in because if root(law) == cause]
-
-    @property
-    def unexplained(self) -> list[Outcome]:
-        """The broken laws, in the order in which they are reported: each has a cause of its own.
-
-        A law that follows from one that is not reported as broken is reported itself.
-        """
-        explained = {law for each in self.causes for law in self.following(each.law)}
-        return self.causes + [each for each in self.having("follows") if each.law not in explained]
+        return [each.law for each in self.having("follows") if each.because == cause]
 
     def reasons(self, status: Status) -> dict[str, list[str]]:
         """The names of the laws with this status, by the reason."""
@@ -220,7 +204,7 @@ class Report:
         """
         parts = [
             (f"broken {each.law}", *each.sentences(self.following(each.law)))
-            for each in self.unexplained
+            for each in self.causes
         ]
         if self.unjudged:
             parts.append(("Not judged", self.unjudged, DECLARE))
@@ -236,7 +220,7 @@ class Report:
         """
         if self.problem:
             return f"{self.subject}: not understood. {self.problem}"
-        asked, broken, causes = len(self.asked), len(self.failed), len(self.unexplained)
+        asked, broken, causes = len(self.asked), len(self.failed), len(self.causes)
         verdict = "right as far as it was judged"
         if broken:
             verdict = f"broken, for {_counted(causes, 'cause')}"

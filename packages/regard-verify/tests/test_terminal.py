@@ -147,7 +147,7 @@ def test_a_pipe_gets_each_paragraph_as_one_line(monkeypatch, capsys):
 
 def test_a_partly_judged_subject_is_exit_code_3(monkeypatch, capsys):
     report = Report("x", outcomes=[Outcome("a", "passed", "", "")], unjudged="Declare heads.")
-    monkeypatch.setattr(cli, "check_in_fork", lambda *given, **options: report)
+    monkeypatch.setattr(cli, "check", lambda *given, **options: report)
     assert command(monkeypatch, "x") == 3
     assert "Declare heads." in capsys.readouterr().out
 
@@ -259,7 +259,7 @@ def test_progress_is_a_line_in_a_pipe_from_time_to_time(monkeypatch, capsys):
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "check_in_fork", lambda *given, **options: pytest.fail("checked"))
+    monkeypatch.setattr(cli, "check", lambda *given, **options: pytest.fail("checked"))
     assert command(monkeypatch, "x", "--html", tmp_path) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"regard-verify: {tmp_path} cannot be written: it is a folder; give a")

@@ -170,10 +170,7 @@ def told(outcome: "Outcome") -> str:
         return f"not decided in time: {outcome.reason}"
     if outcome.status == "defect":
         return f"an error of regard-verify itself, please report it: {outcome.reason}"
-    if outcome.status == "failed":
-        line = f"\n{outcome.line}" if outcome.line else ""
-        return f"{outcome.statement}\n{outcome.example}{line}"
-    return outcome.reason
+    return "\n".join(outcome.sentences()) if outcome.status == "failed" else outcome.reason
 
 
 def named() -> list[str]:

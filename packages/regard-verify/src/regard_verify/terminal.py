@@ -14,7 +14,7 @@ from rich.console import Console
 from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
 from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status
-from regard_verify.run.check import check_in_fork
+from regard_verify.run.check import check
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.writing import (
     UNWRAPPED,
@@ -79,7 +79,7 @@ def verify(
     asked = {form: path for form, path in files.items() if path is not None}
     for path in asked.values():
         check_can_write(path)
-    report = check_in_fork(subject, conventions_of(like), progress=progress(), **options)
+    report = check(subject, conventions_of(like), progress=progress(), **options)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:

@@ -77,17 +77,6 @@ def check(
     return _completed(run_separately(request, progress), only)
 
 
-def check_in_fork(subject: str, own: Conventions, *, progress: Progress, **asked: Any) -> Report:
-    """`check` of a named subject in a fork of this process, which must have computed nothing yet.
-
-    A fork has imported torch already, which takes a new process longer than all laws of `quick`.
-    `asked` are the other arguments of `check`.
-    """
-    _require_laws(asked["only"])
-    request = Request(subject, own.declared(), **asked)
-    return _completed(run_separately(request, progress, fork=True), asked["only"])
-
-
 def _require_laws(names: Sequence[str] | None) -> None:
     for name in names or ():
         if name not in LAWS:

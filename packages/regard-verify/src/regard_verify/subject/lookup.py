@@ -23,17 +23,10 @@ _ATTENTION = re.compile(r"att(entio)?n|mha|mqa|gqa|mla|sdpa", re.I)
 
 
 class Found(NamedTuple):
-    """An object that was named.
-
-    Attributes:
-        thing: the object.
-        home: the module that holds it.
-        chosen: its name, where only its file was named; else "".
-    """
+    """An object that was named, and the module that holds it."""
 
     thing: Any
     home: Any
-    chosen: str = ""
 
 
 def find(name: str) -> Found:
@@ -54,8 +47,12 @@ def find(name: str) -> Found:
             raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
         found = getattr(found, part)
     if inspect.ismodule(found):
-        chosen = _only_candidate(found, name)
-        return Found(getattr(found, chosen), found, chosen)
+        names = candidates(found)
+        if not names:
+            raise SubjectError(
+                f"{name} defines no class with forward and no function of (q, k, v); {NEEDED}"
+            )
+        raise SubjectError(f"{name} is a file: name one of {', '.join(names[:12])} after a colon")
     return Found(_with_a_signature(found), module)
 
 
@@ -92,20 +89,6 @@ def _may_be_attention(each: Any) -> bool:
 def takes_heads(target: Any) -> bool:
     """Whether it is called with q, k and v first, in any order, by the names of its arguments."""
     return callable(target) and bool(order_of(target))
-
-
-def _only_candidate(module: Any, where: str) -> str:
-    found = candidates(module)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise SubjectError(
-            f"{where} defines no class with forward and no function of (q, k, v); {NEEDED}"
-        )
-    raise SubjectError(
-        f"{where} defines {len(found)} subjects: name one, as in {where}:{found[0]} "
-        f"(there are {', '.join(found[:12])})"
-    )
 
 
 def require_model(folder: Path) -> None:

@@ -55,10 +55,10 @@ def understand(
     if isinstance(target, str) and Path(target).is_dir():
         require_model(Path(target))
         return _module(model_folder(Path(target)), own, name or target, None, trial)
-    beside, chosen, given = None, "", target
-    if isinstance(given, str):
-        target, beside, chosen = find(given)
-        name = name or (f"{given}:{chosen}" if chosen else given)
+    beside = None
+    if isinstance(target, str):
+        name = name or target
+        target, beside = find(target)
         own = _declared_beside(own, beside)
     elif target is torch.nn.functional.scaled_dot_product_attention:
         target = find("torch.nn.functional:scaled_dot_product_attention").thing
@@ -68,8 +68,6 @@ def understand(
         beside = sys.modules.get(getattr(owner, "__module__", "") or "")
     torch.manual_seed(seed)
     subject = _understood(target, own, name, beside, trial)
-    if chosen:
-        subject.notes.append(f"{given} names no object: {chosen} was taken, the only one in it.")
     if own.reference is not None:
         subject.reference = named_beside(beside, own.reference)
         subject.has.reference = True

@@ -26,7 +26,6 @@ RIGHT = {
         {**things.SERVING, "window": 4, "new_cache": good.WindowCache},
     ),
     "pages": (good.paged, {"kind": "paged"}),
-    "rotation": (good.rotated, {"kind": "rope", "pairing": "halves"}),
     **callers.RIGHT,
 }
 MADE = {"layer", "layer with dropout", "layer with a window", "reference", "MLA", "cross-attention"}

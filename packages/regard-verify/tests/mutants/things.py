@@ -1,4 +1,4 @@
-"""Layers whose caches have one fault each, functions of pages, and rotations."""
+"""Caches, pages and rotations with one fault each, in the layer or function that uses them."""
 
 from functools import partial
 
@@ -185,8 +185,15 @@ PAGES = [
 ]
 
 
-def rope(name, *kills, after="", turn=None):
-    return Mutant(name, lambda: turn, {"kind": "rope", "pairing": "halves"}, kills, after)
+def rope(name, *, after="", turn):
+    """Attention whose queries and keys are rotated by `turn`."""
+
+    def attention(q, k, v):
+        q, k = (turn(x, torch.arange(x.shape[2])) for x in (q, k))
+        return good.Steps().function()(q, k, v)
+
+    like = {"pairing": "halves", "causal": False, "window": 0}
+    return Mutant(name, lambda: attention, like, ("oracle_forward",), after)
 
 
 def in_pairs(x, positions):
@@ -196,66 +203,16 @@ def in_pairs(x, positions):
     return out
 
 
-def cast_angles(x, positions):
-    dim = x.shape[-1]
-    inverse = 10_000.0 ** (-torch.arange(0, dim, 2).float() / dim)
-    angles = (positions.float()[:, None] @ inverse[None]).float()
-    a, b = x[..., : dim // 2], x[..., dim // 2 :]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def half_positions(x, positions):
-    return rotated(x, positions.bfloat16().double())
-
-
 ROPES = [
-    rope("pairs for halves", "rope_layout", turn=in_pairs, after="TinyLlama#24"),
+    rope("pairs for halves", turn=in_pairs, after="TinyLlama#24"),
     rope(
-        "table in bfloat16",
-        "rope_layout",
-        "rope_norm_and_long",
-        turn=partial(rotated, table=torch.bfloat16),
-        after="transformers#29285",
+        "table in bfloat16", turn=partial(rotated, table=torch.bfloat16), after="transformers#29285"
     ),
-    rope(
-        "positions in bfloat16",
-        "rope_norm_and_long",
-        turn=half_positions,
-        after="transformers#25681",
-    ),
-    rope(
-        "rotated in the other direction",
-        "rope_layout",
-        turn=lambda x, positions: rotated(x, -positions),
-    ),
-    rope("positions from 1", "rope_layout", turn=lambda x, positions: rotated(x, positions + 1)),
-    rope(
-        "positions wrap at 4096",
-        "rope_norm_and_long",
-        after="onnxruntime#27597",
-        turn=lambda x, positions: (
-            rotated(x, positions % 4096) if int(positions.max()) < 10**9 else x
-        ),
-    ),
-    rope(
-        "positions stop at the table's end",
-        "rope_norm_and_long",
-        after="Automodel#2377",
-        turn=lambda x, positions: rotated(x, positions.clamp(max=2048)),
-    ),
-    rope(
-        "lengths grow",
-        "rope_norm_and_long",
-        turn=lambda x, positions: 1.02 * rotated(x, positions),
-        after="imp#880",
-    ),
+    rope("lengths grow", turn=lambda x, at: 1.02 * rotated(x, at), after="imp#880"),
     rope(
         "absolute positions",
-        "rope_layout",
-        turn=lambda x, positions: rotated(x, positions) + 0.01 * positions[:, None].to(x.dtype),
+        turn=lambda x, at: rotated(x, at) + 0.01 * at[:, None].to(x.dtype),
     ),
-    rope("angles under autocast", "rope_autocast", turn=cast_angles, after="diffusers#13920"),
 ]
 
 MUTANTS = [*CACHES, *PAGES, *ROPES]

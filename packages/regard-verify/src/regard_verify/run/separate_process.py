@@ -83,6 +83,7 @@ def _one_process(run: Run, request: Request, progress: Progress) -> None:
     run.current = ""
     with tempfile.TemporaryDirectory(prefix="regard-verify-") as folder:
         requested, answers = Path(folder, "request.json"), Path(folder, "answers.jsonl")
+        _check_room(Path(folder))
         requested.write_text(json.dumps(asdict(request)), encoding="utf-8")
         answers.touch()
         command = [sys.executable, "-m", "regard_verify.run.worker", str(requested), str(answers)]
@@ -97,7 +98,20 @@ def _one_process(run: Run, request: Request, progress: Progress) -> None:
                     process.kill()
                 process.wait()
         if not run.finished and not run.report.problem:
+            _check_room(Path(folder))  # or the other process ended since it could not answer
             _ended(run, process.wait(), too_long, _last_line(Path(folder, "printed.txt")))
+
+
+def _check_room(folder: Path) -> None:
+    """Raise an `OSError` if the disk is full, which is no mistake of the subject."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be written: {error.strerror}; set TMPDIR to a folder on a disk with "
+            "room"
+        ) from error
 
 
 def _variables() -> dict[str, str]:

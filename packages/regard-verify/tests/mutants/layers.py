@@ -362,7 +362,6 @@ LAYERS = [
     layer(
         "mask of the first row",
         "mask_broadcast",
-        ,
         keep=lambda mask, past: None if mask is None else mask[:1],
     ),
     layer(

@@ -146,8 +146,10 @@ def said(error: BaseException, line: str = "") -> str:
 
 
 def _is_foreign(file: str) -> bool:
-    known = (_of_the_suite, _of_torch, _of_python, _of_checkers)
-    return not file.startswith("<") and not any(of(file) for of in known)
+    folders = set(Path(file).parts)
+    in_python = file.startswith(_PATHS[0] + os.sep) and not folders & set(_PACKAGES)
+    known = _of_the_suite(file) or _of_torch(file) or in_python or folders & set(_CHECKERS)
+    return not file.startswith("<") and not known
 
 
 def _of_the_suite(file: str) -> bool:
@@ -156,12 +158,3 @@ def _of_the_suite(file: str) -> bool:
 
 def _of_torch(file: str) -> bool:
     return file.startswith(_PATHS[1] + os.sep)
-
-
-def _of_python(file: str) -> bool:
-    inside = file.startswith(_PATHS[0] + os.sep)
-    return inside and not any(f"{os.sep}{each}{os.sep}" in file for each in _PACKAGES)
-
-
-def _of_checkers(file: str) -> bool:
-    return any(f"{os.sep}{each}{os.sep}" in file for each in _CHECKERS)

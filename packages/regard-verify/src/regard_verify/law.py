@@ -184,12 +184,6 @@ def _shrunk(
     return example if UNKNOWN in first else replace(example, cause=first)
 
 
-def insist(example: Counterexample | None) -> None:
-    """Raise if there is a counter-example."""
-    if example is not None:
-        raise Broken(example)
-
-
 def fail(shape: Any, cell: str, expected: Any, got: Any, cause: str) -> NoReturn:
     """Raise this counter-example."""
     raise Broken(Counterexample(str(shape), cell, str(expected), str(got), cause))

@@ -148,20 +148,11 @@ def _without(heads: Heads, key: int) -> Tensor:
     return heads._replace(keep=keep).out()
 
 
-def _over_sums_of_queries(heads: Heads) -> Tensor:
-    weights = heads.weights()
-    return (weights / weights.sum(-2, keepdim=True).clamp(min=1e-30)) @ heads.v
-
-
 def halves_averaged(heads: Heads) -> Tensor:
     """The mean of attention to the first half of the keys and to the second."""
     first = torch.arange(heads.k.shape[2]) < heads.k.shape[2] // 2
     one, other = (heads._replace(keep=heads.keep & mine).out() for mine in (first, ~first))
     return (one + other) / 2
-
-
-def _masked_late(heads: Heads) -> Tensor:
-    return (heads._replace(keep=torch.ones_like(heads.keep)).weights() * heads.keep) @ heads.v
 
 
 LOW = -1e30  # a score that a mask sets, as code does that knows no infinity
@@ -193,14 +184,12 @@ def _served(heads: Heads, roles: str) -> Heads:
     return heads._replace(q=q, k=k, v=v)
 
 
-def _scaled_keys(heads: Heads) -> Heads:
-    return heads._replace(k=heads.q, scale=heads.scale**2)
-
-
 BEFORE: dict[str, Callable[[Heads], Heads]] = {
     **{sentence: partial(_split, parts=parts) for sentence, parts in _VIEWS.items()},
     **{sentence: partial(_served, roles=roles) for sentence, roles in _ROLES.items()},
-    "the queries, already scaled, are used as keys": _scaled_keys,
+    "the queries, already scaled, are used as keys": lambda heads: heads._replace(
+        k=heads.q, scale=heads.scale**2
+    ),
 }
 AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the softmax runs over the queries": partial(_over, 2),
@@ -211,8 +200,12 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "there is no softmax: the scores are the weights": lambda heads: (
         torch.where(heads.keep, heads.scores(), 0.0) @ heads.v
     ),
-    "the weights are divided by their sums over the queries": _over_sums_of_queries,
-    "the mask is applied after the softmax, so that weights no longer sum to 1": _masked_late,
+    "the weights are divided by their sums over the queries": lambda heads: (
+        heads.weights() / heads.weights().sum(-2, keepdim=True).clamp(min=1e-30) @ heads.v
+    ),
+    "the mask is applied after the softmax, so that weights no longer sum to 1": lambda heads: (
+        heads._replace(keep=torch.ones_like(heads.keep)).weights() * heads.keep @ heads.v
+    ),
     "the rotated keys are used as values": lambda heads: heads._replace(v=heads.k).out(),
     "the key heads are in the reverse order": lambda x: x._replace(k=x.k.flip(1)).out(),
     "the value heads are in the reverse order": lambda x: x._replace(v=x.v.flip(1)).out(),

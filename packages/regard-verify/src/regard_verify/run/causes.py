@@ -159,16 +159,6 @@ def _hides_wrongly(broken: Mapping[str, Outcome]) -> bool:
     return any(j == int(named[1]) for _, j in wrong)
 
 
-def _switches_off(broken: Mapping[str, Outcome]) -> bool:
-    """Whether with a mask the mask alone is obeyed, and later keys are hidden without one."""
-    return "causality_exact" not in broken and _shows("mask_and_causal", "switches")(broken)
-
-
-def _reads_wrongly(broken: Mapping[str, Outcome]) -> bool:
-    """Whether weights fail to sum to 1 even without a mask: the visible keys are then not known."""
-    return _is_plain("convexity", broken)
-
-
 def _rounds(broken: Mapping[str, Outcome]) -> bool:
     """Whether the errors are as small as those of half precision."""
     return any(
@@ -230,7 +220,10 @@ _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
     "oracle_forward": (_names_a_mistake, "scale_closed_form"),
     "gqa_order": (lambda broken: _shows("gqa_order", "tiled")(broken)
                   or not {"head_permutation", "convexity"} & set(broken), "visible_set_probe"),
-    "mask_and_causal": (_switches_off, "causal_option"),
+    "mask_and_causal": (  # the mask alone is obeyed, and later keys are hidden without one
+        lambda broken: "causality_exact" not in broken
+        and _shows("mask_and_causal", "switches")(broken), "causal_option",
+    ),
     "padding_side": (_shows("padding_side", "are 0 under the mask"), "padding_content"),
     "cross_attention": (  # keys that are lost are lost by their place
         lambda broken: not _shows("cross_attention", "order")(broken) or "convexity" not in broken,
@@ -244,6 +237,8 @@ _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
                        or _shows("visible_set_probe", " row ")(broken), "visible_set_probe"),
     "causality_exact": (lambda broken: "convexity" not in broken or "self_visible" in broken,
                         "visible_set_probe"),
-    "convexity": (_reads_wrongly, "visible_set_probe"),
+    "convexity": (  # without a mask: the visible keys are then not known
+        lambda broken: _is_plain("convexity", broken), "visible_set_probe",
+    ),
     "dtype_bound": (_rounds, "reference_parity"),
 }  # fmt: skip

@@ -295,7 +295,10 @@ def _roles(
         for readers, channels in _by_readers(kinds.keys, shared).items()
         if len(readers) == many
     }
-    by_key = [{partners[c]: c for c in kinds.queries if _reads(kinds, c, head)} for head in heads]
+    by_key = [
+        {partners[c]: c for c in kinds.queries if torch.equal(kinds.moved[c], head)}
+        for head in heads
+    ]
     queries: list[list[int]] = [[] for _ in heads]
     for readers, channels in own.items():
         for head in readers:
@@ -323,10 +326,6 @@ def _by_readers(
     for channel in of:
         found.setdefault(shared[channel], []).append(channel)
     return found
-
-
-def _reads(kinds: _Kinds, channel: int, head: Tensor) -> bool:
-    return torch.equal(kinds.moved[channel], head)
 
 
 def _even(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import Trial
-from regard_verify.mistakes import Heads, heads_of, mistakes, turned
+from regard_verify.mistakes import heads_of, mistakes, turned
 from regard_verify.oracle import pattern
 from regard_verify.subject.channels import Roles, Run
 
@@ -74,13 +74,8 @@ def _outputs(values: Tensor, roles: Roles) -> Iterator[tuple[bool, str, Tensor]]
         for tiled in (False, True) if k.shape[1] not in (1, q.shape[1]) else (False,):
             heads = heads_of(q, k, v, keep, scale, tiled=tiled)
             for pairing in ("none", "halves", "pairs") if dim % 2 == 0 else ("none",):
-                for out in _with_mistakes(heads, pairing):
-                    yield causal, pairing, out
-
-
-def _with_mistakes(heads: Heads, pairing: str) -> Iterator[Tensor]:
-    yield turned(heads, pairing).out()
-    yield from (out for _, out in mistakes(heads, pairing))
+                yield causal, pairing, turned(heads, pairing).out()
+                yield from ((causal, pairing, out) for _, out in mistakes(heads, pairing))
 
 
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -53,7 +53,7 @@ def find(name: str) -> Found:
                 f"{name} defines no class with forward and no function of (q, k, v); {NEEDED}"
             )
         raise SubjectError(f"{name} is a file: name one of {', '.join(names[:12])} after a colon")
-    return Found(_with_a_signature(found), module)
+    return Found(found, module)
 
 
 def _instead(holder: Any, missing: str) -> str:
@@ -159,13 +159,6 @@ def _module(name: str) -> Any:
         raise SubjectError(_while_run(name, error)) from error
 
 
-def _with_a_signature(found: Any) -> Any:
-    """The same function with a signature, for torch's, which has none."""
-    if found is torch.nn.functional.scaled_dot_product_attention:
-        return scaled_dot_product_attention
-    return found
-
-
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -180,11 +173,6 @@ def scaled_dot_product_attention(
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-
-
-def is_function(found: Any) -> bool:
-    """Whether it is called as it is, and neither a class nor a module."""
-    return callable(found) and not isinstance(found, (type, nn.Module))
 
 
 def named_beside(module: Any, name: str) -> Callable[..., Any]:

@@ -172,13 +172,8 @@ def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
         plain = replace(call, form=MaskForm(names[0] if names else ""))
         return [plain, replace(plain, alone=False)] if call.context else [plain]
     made = [replace(call, form=form) for form in forms(names, subject.conventions)]
-    return [_without_a_mask(call), *made]
-
-
-def _without_a_mask(call: ModuleCall) -> ModuleCall:
-    """A required mask is None: most code tests `if mask is not None`."""
     own = replace(call.own, options={**call.own.options, call.form.argument: None})
-    return replace(call, own=own, form=MaskForm(""))
+    return [replace(call, own=own, form=MaskForm("")), *made]
 
 
 def _pattern_of_layer(subject: Subject, trial: Trial) -> None:

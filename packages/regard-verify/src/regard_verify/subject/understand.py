@@ -18,7 +18,13 @@ from regard_verify.subject.conventions import DECLARED, Conventions, conventions
 from regard_verify.subject.decoding import find_stepper
 from regard_verify.subject.functions import OfModule, takes_module
 from regard_verify.subject.guesses import role_of
-from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
+from regard_verify.subject.lookup import (
+    find,
+    named_beside,
+    require_model,
+    scaled_dot_product_attention,
+    takes_heads,
+)
 from regard_verify.subject.modules import set_dropout
 from regard_verify.subject.pages import OnPages
 from regard_verify.subject.positions import moved, positioned
@@ -60,8 +66,8 @@ def understand(
         name = name or target
         target, beside = find(target)
         own = _declared_beside(own, beside)
-    elif target is torch.nn.functional.scaled_dot_product_attention:
-        target = find("torch.nn.functional:scaled_dot_product_attention").thing
+    if target is torch.nn.functional.scaled_dot_product_attention:  # which has no signature
+        target = scaled_dot_product_attention
     name = str(name or getattr(target, "__name__", type(target).__name__))
     if beside is None:
         owner = target if hasattr(target, "__module__") else type(target)
@@ -99,7 +105,7 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
         target = OfModule(target)
     if isinstance(target, type):
         return _from_class(target, own, name, beside, trial)
-    if not is_function(target):
+    if not callable(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
     if own.kind not in ("function", "paged") and _is_factory(target):
         built = build(target, own)

@@ -174,8 +174,10 @@ _ROLES = {  # the parts that serve as queries, keys and values
 
 def _split(heads: Heads, parts: str) -> Heads:
     """Heads of which these parts are split by a view."""
-    many = {"q": 1, "k": heads.many, "v": heads.many}
-    return heads._replace(**{each: _viewed(getattr(heads, each), many[each]) for each in parts})
+    q = _viewed(heads.q) if "q" in parts else heads.q
+    k = _viewed(heads.k, heads.many) if "k" in parts else heads.k
+    v = _viewed(heads.v, heads.many) if "v" in parts else heads.v
+    return heads._replace(q=q, k=k, v=v)
 
 
 def _served(heads: Heads, roles: str) -> Heads:

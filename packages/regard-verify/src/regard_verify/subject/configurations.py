@@ -136,9 +136,9 @@ def class_beside(made_by: Any) -> type | None:
 
     In files of transformers it is imported, and has the first words of the name of the class.
     """
-    home = sys.modules.get(getattr(made_by, "__module__", ""))
-    held = [each for each in vars(home).values() if isinstance(each, type)] if home else []
-    own = [each for each in held if is_configuration(each) and each.__module__ == home.__name__]
+    name = getattr(made_by, "__module__", "")
+    held = [x for x in vars(sys.modules.get(name, object)).values() if isinstance(x, type)]
+    own = [each for each in held if is_configuration(each) and each.__module__ == name]
     for each in (each for each in held if hasattr(each, "model_type")):
         if made_by.__name__.startswith(each.__name__.removesuffix("Config")):
             return each

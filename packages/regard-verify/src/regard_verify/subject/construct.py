@@ -8,7 +8,6 @@ from torch import nn
 from regard_verify.blame import first_line_of, line_of_subject
 from regard_verify.subject.adapters import is_of
 from regard_verify.subject.configurations import (
-    EMPTY,
     LATENT,
     TINY,
     Configuration,
@@ -23,7 +22,7 @@ from regard_verify.subject.configurations import (
 )
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import SIZES, is_large, role_of
-from regard_verify.subject.signatures import parameters_of
+from regard_verify.subject.signatures import EMPTY, parameters_of
 from regard_verify.subject.subject import SubjectError, called
 
 
@@ -121,17 +120,17 @@ def _settings(made_by: Any, annotation: Any, given: Mapping[str, Any], guesser: 
     typed = isinstance(annotation, type) and (
         is_configuration(annotation) or hasattr(annotation, "model_type")
     )
-    own = annotation if typed else None if annotation is dict else class_beside(made_by)
+    own: Any = annotation if typed else None if annotation is dict else class_beside(made_by)
+    if own is None:
+        return configuration(given, Guesser(resize=True))
     if hasattr(own, "model_type"):  # of transformers
         latent = LATENT if "kv_lora_rank" in parameters_of(own) else {}
         settings = called(own, **{**TINY, **latent, **given})
         settings._attn_implementation = given.get("attn_implementation", "eager")
         return settings
-    if own is None or not parameters_of(
-        own
-    ):  # values in the body of a class are names and defaults
-        held = {name: x for name, x in vars(own or object).items() if not name.startswith("_")}
-        return configuration({**(held if own else {}), **given}, Guesser(resize=True))
+    if not parameters_of(own):  # values in the body of its class
+        held = {name: x for name, x in vars(own).items() if not name.startswith("_")}
+        return configuration({**held, **given}, Guesser(resize=True))
     return called(own, **complete(own, given, Guesser(guesser.resize or _has_large(own))))
 
 

@@ -13,30 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_TOPICS = {  # the words of a line, and the laws about what it does
-    r"sqrt|\*\* ?\(?-?0?\.5|scal(e|ing)\b|scaled_dot_product": "scale_closed_form",
-    r"softmax|scaled_dot_product": "score_shift convexity fully_masked_forward",
-    r"dropout\w*\(": "dropout_in_eval eval_determinism dropout_stats",
-    r"masked_fill|where\(|\+ ?mask": "mask_polarity mask_dtype mask_broadcast padding_content",
-    r"tril|triu|is_causal": "mask_and_causal causality_exact causal_option self_visible",
-    r"repeat|expand": "gqa_order",
-    r"\bcat\(|index_copy": "decode_equals_full chunked_prefill one_past_two_layers memory_law",
-}
-WORDS = {law: words for words, laws in _TOPICS.items() for law in laws.split()}
-
-
-def line_about(law: str, thing: Any) -> str:
-    """The line as `FILE:NUMBER: CODE`; "" if several lines may be meant, or none."""
-    made_by = thing if inspect.isroutine(thing) else type(thing)
-    try:
-        file, (code, first) = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)
-    except (OSError, TypeError):
-        return ""
-    words = WORDS.get(law, "(?!)")
-    found = [at for at, line in enumerate(code, first) if re.search(words, line.partition("#")[0])]
-    return shown(file, found[0]) if file and len(found) == 1 else ""
-
-
 SUITE = str(Path(__file__).parent)
 _PATHS = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent))
 _PACKAGES = ("site-packages", "dist-packages")  # may stand inside the folder of Python itself
@@ -158,3 +134,29 @@ def _of_the_suite(file: str) -> bool:
 
 def _of_torch(file: str) -> bool:
     return file.startswith(_PATHS[1] + os.sep)
+
+
+_TOPICS = {  # the words of a line, and the laws about what it does
+    r"sqrt|\*\* ?\(?-?0?\.5|scal(e|ing)\b|scaled_dot_product": "scale_closed_form",
+    r"softmax|scaled_dot_product": "score_shift convexity fully_masked_forward",
+    r"dropout\w*\(": "dropout_in_eval eval_determinism dropout_stats",
+    r"masked_fill|where\(|\+ ?mask": "mask_polarity mask_dtype mask_broadcast padding_content",
+    r"tril|triu|is_causal": "mask_and_causal causality_exact causal_option self_visible",
+    r"repeat|expand": "gqa_order",
+    r"\bcat\(|index_copy": "decode_equals_full chunked_prefill one_past_two_layers memory_law",
+}
+WORDS = {law: words for words, laws in _TOPICS.items() for law in laws.split()}
+
+
+def line_about(law: str, thing: Any) -> str:
+    """The line as `FILE:NUMBER: CODE`; "" if several lines may be meant, or none."""
+    thing = getattr(thing, "inner", getattr(thing, "function", thing))  # of what wraps it
+    made_by = thing if inspect.isroutine(thing) else type(thing)
+    try:
+        file, (code, first) = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)
+    except (OSError, TypeError):
+        return ""
+    words = WORDS.get(law, "(?!)")
+    found = [at for at, line in enumerate(code, first) if re.search(words, line.partition("#")[0])]
+    told = file and len(found) == 1 and not _of_the_suite(file)
+    return shown(file, found[0]) if file and told else ""

@@ -97,13 +97,12 @@ class Configuration(dict[str, Any]):
         self[name] = value
 
 
-def configuration(values: Mapping[str, Any], guesser: Guesser) -> Configuration:
+def configuration(values: Mapping[str, Any]) -> Configuration:
     """A configuration that holds these values, with configurations for mappings in them."""
-    made = Configuration()
-    for name, value in values.items():
-        inner = configuration(value, guesser) if isinstance(value, Mapping) else value
-        made[name] = inner if value is None else guesser.value(name, None, inner)
-    return made
+    return Configuration(
+        (name, configuration(value) if isinstance(value, Mapping) else value)
+        for name, value in values.items()
+    )
 
 
 def how(arguments: Mapping[str, Any]) -> str:

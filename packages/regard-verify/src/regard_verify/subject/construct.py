@@ -122,7 +122,7 @@ def _settings(made_by: Any, annotation: Any, given: Mapping[str, Any], guesser: 
     )
     own: Any = annotation if typed else None if annotation is dict else class_beside(made_by)
     if own is None:
-        return configuration(given, Guesser(resize=True))
+        return configuration(given)
     if hasattr(own, "model_type"):  # of transformers
         latent = LATENT if "kv_lora_rank" in parameters_of(own) else {}
         settings = called(own, **{**TINY, **latent, **given})
@@ -130,7 +130,8 @@ def _settings(made_by: Any, annotation: Any, given: Mapping[str, Any], guesser: 
         return settings
     if not parameters_of(own):  # values in the body of its class
         held = {name: x for name, x in vars(own).items() if not name.startswith("_")}
-        return configuration({**held, **given}, Guesser(resize=True))
+        sized = {name: Guesser(resize=True).value(name, None, x) for name, x in held.items()}
+        return configuration({**sized, **given})
     return called(own, **complete(own, given, Guesser(guesser.resize or _has_large(own))))
 
 

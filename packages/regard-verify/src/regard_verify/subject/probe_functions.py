@@ -4,7 +4,7 @@ What is declared is not probed. What is found goes into conventions, abilities a
 The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -126,20 +126,21 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
         f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs "
         "(packed, or heads side by side), name a function of q, k and v [B, H, L, D] that calls "
         "it, or declare options; if layout is declared, an error is a broken law",
-        errors[0],
+        errors,
         own.layout,
     )
 
 
-def refusal(text: str, first: SubjectError, declared: object) -> SubjectError:
-    """The error for a subject that accepts no input; `first` is that of the likeliest.
+def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> SubjectError:
+    """The error for a subject that accepts no input, with the cause of the likeliest's.
 
-    An error of shapes tells that the code fails only if the shape of inputs is `declared`, and
+    Errors of shapes tell that the code fails only if the shape of inputs is `declared`, and
     otherwise that it takes other inputs.
     """
     error = SubjectError(text)
-    error.__cause__, error.line = first.__cause__, line_of(first)
-    error.crashes = declared is not None or type(first.__cause__) is not RuntimeError
+    error.__cause__, error.line = errors[0].__cause__, line_of(errors[0])
+    of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
+    error.crashes = declared is not None or not of_shapes
     return error
 
 

@@ -154,7 +154,7 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial, given: int | None)
         f"it could not be called with x [B, L, {width}]: {summary(failures)}; if it takes other "
         "inputs, name a function or module that calls it with x alone; if it takes these, declare "
         f"width={width}: an error is a broken law then",
-        errors[0],
+        errors,
         None if isinstance(call.module, Adapter) else given,
     )
 

@@ -287,7 +287,7 @@ def test_the_page_loads_nothing_and_escapes_every_text(broken):
     assert set(re.findall(r"https?://[\w.]+", html)) == {"https://img.shields.io"}  # of the badge
     example = Counterexample(TEXT, TEXT, TEXT, TEXT, TEXT, [[True]], [[False]])
     every = [
-        Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT)
+        Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, 0.0, f"{TEXT}failed", TEXT)
         for each in cli.WORDS
     ]
     report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, unjudged=TEXT)

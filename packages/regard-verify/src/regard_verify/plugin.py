@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The marker of all tests of `--regard`: `-m "not regard"` leaves them out."""
     config.addinivalue_line("markers", "regard: a law of attention, from --regard")
+    config.addinivalue_line("markers", "xdist_group(name): tests for one process of pytest-xdist")
 
 
 class Laws(pytest.Collector):

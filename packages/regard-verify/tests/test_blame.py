@@ -69,8 +69,8 @@ def test_an_assertion_without_a_text_is_printed_with_its_line():
 
 
 def test_the_line_of_a_law_is_the_only_one_with_its_words():
-    found = line_about("scale_closed_form", subjects.Tutorial)
+    found = line_about("scale_closed_form", subjects.Tutorial(32, 4))
     assert "math.sqrt(self.d_model)" in found and "subjects.py:" in found
-    assert "softmax" in line_about("convexity", subjects.Tutorial)
-    assert line_about("oracle_forward", subjects.Tutorial) == ""
+    assert "softmax" in line_about("convexity", subjects.Tutorial(32, 4))
+    assert line_about("oracle_forward", subjects.Tutorial(32, 4)) == ""
     assert line_about("scale_closed_form", 7) == ""

@@ -1,10 +1,12 @@
 """Attributing an error to a line of the subject, or to this suite."""
 
+import ast
 import inspect
 import linecache
 import os
 import re
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -154,9 +156,13 @@ def line_about(law: str, thing: Any) -> str:
     made_by = thing if inspect.isroutine(thing) else type(thing)
     try:
         file, (code, first) = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)
-    except (OSError, TypeError):
+        tree = ast.parse(textwrap.dedent("".join(code)))
+    except (OSError, TypeError, SyntaxError):
         return ""
+    texts = [x for x in ast.walk(tree) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+    skipped = {at for x in texts for at in range(x.lineno, (x.end_lineno or 0) + 1)}
     words = WORDS.get(law, "(?!)")
-    found = [at for at, line in enumerate(code, first) if re.search(words, line.partition("#")[0])]
+    lines = [(at, line.partition("#")[0]) for at, line in enumerate(code) if at + 1 not in skipped]
+    found = [first + at for at, line in lines if re.search(words, line)]
     told = file and len(found) == 1 and not _of_the_suite(file)
     return shown(file, found[0]) if file and told else ""

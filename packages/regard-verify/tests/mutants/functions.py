@@ -275,6 +275,7 @@ MASKS = [
     mutant(
         "mask of the first row",
         "mask_broadcast",
+        "batch_invariance",
         visible=rule(mask=lambda m: m[:1]),
     ),
     mutant("mask of the first head", "mask_broadcast", visible=rule(mask=lambda m: m[:, :1])),

@@ -362,6 +362,7 @@ LAYERS = [
     layer(
         "mask of the first row",
         "mask_broadcast",
+        "batch_invariance",
         keep=lambda mask, past: None if mask is None else mask[:1],
     ),
     layer(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance, worst
 from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads
 from regard_verify.subject.subject import Call, Subject, SubjectError, called
 
@@ -181,6 +181,8 @@ def batch_invariance(subject: Subject, trial: Trial) -> None:
             raise NotApplicable("it has no batch")
         for call in subject.calls(sizes, trial):
             _independent_rows(call)
+        if subject.attend is not None and subject.has.padding:
+            _masked_rows(subject, subject.fit(sizes), trial)
 
 
 def _independent_rows(call: Call) -> None:
@@ -195,6 +197,19 @@ def _independent_rows(call: Call) -> None:
         one = slice(row, row + 1)
         alone = call(**{n: x[one] for n, x in call.given.items()})
         require(label, base[one], alone, allowed, f"row {row} gives something else alone")
+
+
+def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
+    keep = random_mask(subject, sizes, trial)
+    q, k, v = subject.inputs(sizes, trial)
+    base = subject.run(q, k, v, keep=keep)
+    for row in range(sizes.B):
+        one = slice(row, row + 1)
+        alone = subject.run(q[one], k[one], v[one], keep=keep[one])
+        alone = torch.where(alone.isnan(), base[one], alone)
+        if worst(base[one], alone)[1] > tolerance(v):
+            cause = f"row {row} is masked by another row's mask"
+            require(f"{sizes}, each row its own mask", base[one], alone, 1e-4, cause)
 
 
 @law("exact", "heads|layer", advised=True)

@@ -218,6 +218,8 @@ def _names_a_mistake(broken: Mapping[str, Outcome]) -> bool:
 _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
     # a law, when it may be the cause of what stands behind it, and behind which law it is else
     "oracle_forward": (_names_a_mistake, "scale_closed_form"),
+    "batch_invariance": (lambda broken: not _shows("batch_invariance", "mask")(broken),
+                         "mask_broadcast"),
     "gqa_order": (lambda broken: _shows("gqa_order", "tiled")(broken)
                   or not {"head_permutation", "convexity"} & set(broken), "visible_set_probe"),
     "mask_and_causal": (  # the mask alone is obeyed, and later keys are hidden without one

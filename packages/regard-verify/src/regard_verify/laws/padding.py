@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance, worst
-from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads
+from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
 from regard_verify.subject.subject import Call, Subject, SubjectError, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)

@@ -51,6 +51,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 60rem; margin: 
 </body>
 </html>
 """  # a subject's name is text in it: the page loads nothing and runs no script
+REASONS = 4  # reasons why laws do not apply, at most; the others are counted together
 GRID = 8  # the most queries and keys of a counter-example that is drawn
 PAUSE = 10.0  # seconds between two lines of progress
 
@@ -205,12 +206,15 @@ def _by_reason(reasons: Mapping[str, list[str]], console: Console) -> None:
 
 
 def _not_applicable(reasons: Mapping[str, list[str]], console: Console, every_law: bool) -> None:
-    """The laws that do not apply: counted by reason, or listed."""
+    """The laws that do not apply: counted by reason, most first, or listed."""
     if every_law:
         _heading("Not applicable", console)
         return _by_reason(reasons, console)
-    counted = [f"{reason.rstrip('.')} ({len(laws)})" for reason, laws in reasons.items()]
-    what = f"{_laws(sum(map(len, reasons.values())))} do not apply (--all names them):"
+    most_first = sorted(((len(laws), reason) for reason, laws in reasons.items()), reverse=True)
+    counted = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
+    if others := sum(many for many, _ in most_first[REASONS:]):
+        counted.append(f"other reasons ({others}), which --all lists")
+    what = f"{_laws(sum(map(len, reasons.values())))} do not apply:"
     console.print()
     say(console, f"{what} {'; '.join(counted)}.", bold=what)
     return None

@@ -245,7 +245,8 @@ def _verdict(report: Report, console: Console) -> None:
         say(console, DECLARE, indent=2)
     console.print()
     say(console, report.summary(), style=f"bold {COLOURS[report.verdict]}")
-    say(console, report.badge(), style="dim")
+    if len(report.badge()) <= console.width:  # --html and --json contain it
+        say(console, report.badge(), style="dim")
 
 
 def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:

@@ -100,18 +100,6 @@ def test_a_rotation_and_a_mistake():
     assert (found.pairing, found.roles.keys) == ("pairs", BLOCKED[1])
 
 
-def test_a_gate_and_a_mistake():
-    def run(x):
-        out = run_of(MISTAKEN["softmax over the queries"])(x[..., :36])
-        return out * x[..., 36:].sigmoid()
-
-    gate = list(range(36, 48))
-    found = natural_roles(run, [*THREE, gate], 48, 3, trial())
-    assert found.roles.gates == gate
-    assert found.roles.opened == 30.0
-    assert found.roles.values == BLOCKED[2]
-
-
 @pytest.mark.parametrize(
     "attend",
     [

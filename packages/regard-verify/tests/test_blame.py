@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import subjects
-from regard_verify.blame import files_of, line_of, own_error, said, shown
+from regard_verify.blame import files_of, line_about, line_of, own_error, said, shown
 from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.subject import Subject, SubjectError, called
@@ -66,3 +66,11 @@ def test_an_assertion_without_a_text_is_printed_with_its_line():
     assert str(error).endswith(": assert x is None")
     assert said(ValueError("three\n  lines")) == "ValueError: three lines"
     assert shown("/nowhere/mine.py", 3) == "mine.py:3"
+
+
+def test_the_line_of_a_law_is_the_only_one_with_its_words():
+    found = line_about("scale_closed_form", subjects.Tutorial(32, 4))
+    assert "math.sqrt(self.d_model)" in found and "subjects.py:" in found
+    assert "softmax" in line_about("convexity", subjects.Tutorial(32, 4))
+    assert line_about("oracle_forward", subjects.Tutorial(32, 4)) == ""
+    assert line_about("scale_closed_form", 7) == ""

@@ -163,7 +163,7 @@ def test_every_option_is_one_of_the_command(monkeypatch, capsys):
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     table = set(re.findall(r"^\| `(--[\w-]+)", DETAILS, re.MULTILINE))
     assert table == known - {"--help"}
-    known |= {"--regard", "--collect-only", "--deselect", "--regard-quick"}  # of pytest
+    known |= {"--regard", "--collect-only", "--deselect", "--dist", "--regard-quick"}  # of pytest
     for program in (f"packages/regard-verify/{each}" for each in OWN):
         known |= set(re.findall(r"--[\w-]+", (ROOT / program).read_text()))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES)) <= known

@@ -13,7 +13,7 @@ FURTHER = {  # packages beside torch, by the files that import them
     "command.py": {"typer"},
     "plugin.py": {"pytest"},
     "subject/adapters.py": {"transformers"},
-    "subject/cache_makers.py": {"transformers"},
+    "subject/caches.py": {"transformers"},
     "terminal.py": {"rich"},
     "writing.py": {"rich"},
 }

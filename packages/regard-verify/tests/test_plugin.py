@@ -105,25 +105,6 @@ def test_with_other_tests_they_come_last(tmp_path):
     assert re.findall(r"^PASSED .*::(\w+)$", out, re.MULTILINE) == ["test_convexity", "convexity"]
 
 
-@pytest.mark.long
-def test_processes_of_xdist_share_one_report(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import os\nfrom pathlib import Path\nfrom subjects import Tutorial as Base\n"
-        "with Path(__file__).with_name('imported').open('a') as log:\n    log.write('x')\n"
-        "class Tutorial(Base):\n    pass\n"
-    )
-    given = ("--regard", "mine.py:Tutorial", "--regard-quick", "-o", f"pythonpath={FILE.parent}")
-    alone = pytest_runs(tmp_path, *given)
-    imports = (tmp_path / "imported").read_text()
-    (tmp_path / "imported").unlink()
-    split = pytest_runs(tmp_path, "-p", "xdist", "-n", "2", *given)
-    assert alone[0] == split[0] == 1
-    assert sorted(re.findall("^FAILED [^ ]*", alone[1], re.MULTILINE)) == sorted(
-        re.findall("^FAILED [^ ]*", split[1], re.MULTILINE)
-    )
-    assert (tmp_path / "imported").read_text() == imports
-
-
 def test_accepted_laws_are_expected_to_fail(tmp_path):
     accepting(tmp_path, "scale_closed_form: by the width", "elsewhere.py:X convexity: no")
     wanted = ("--regard", TUTORIAL, "-k", "scale_closed_form or convexity")
@@ -187,7 +168,7 @@ def test_what_is_no_cause_is_skipped(given, text):
 
 def test_a_cause_fails_with_its_case_and_its_line():
     broken = outcome("failed", example=EXAMPLE, line="mine.py:3: x = y")
-    with pytest.raises(LawBroken, match=r"(?s)the law\nL=2 at .*it is wrong\nmine.py:3: x = y$"):
+    with pytest.raises(LawBroken, match=r"(?s)the law\nL=2 at .*is wrong\nline mine.py:3: x = y$"):
         reports_of(broken).require("convexity")
     reports_of(outcome("advice", example=EXAMPLE)).require("convexity")
 

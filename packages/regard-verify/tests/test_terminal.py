@@ -147,7 +147,7 @@ def test_a_pipe_gets_each_paragraph_as_one_line(monkeypatch, capsys):
 
 def test_a_partly_judged_subject_is_exit_code_3(monkeypatch, capsys):
     report = Report("x", outcomes=[Outcome("a", "passed", "", "")], unjudged="Declare heads.")
-    monkeypatch.setattr(cli, "check_in_fork", lambda *given, **options: report)
+    monkeypatch.setattr(cli, "check", lambda *given, **options: report)
     assert command(monkeypatch, "x") == 3
     assert "Declare heads." in capsys.readouterr().out
 
@@ -242,7 +242,7 @@ def test_without_typer_the_command_says_what_to_install():
 def test_no_word_is_broken_on_any_terminal(width, every_law):
     def words(text):
         kept = [line for line in text.splitlines() if not line.startswith("![")]
-        return Counter(" ".join(kept).replace(cli.NO_BADGE, "").split())
+        return Counter(" ".join(kept).split())
 
     text = printed(JUDGED, width, every_law=every_law)
     assert max(map(len, text.splitlines())) <= width
@@ -252,17 +252,17 @@ def test_no_word_is_broken_on_any_terminal(width, every_law):
 def test_progress_is_a_line_in_a_pipe_from_time_to_time(monkeypatch, capsys):
     now = iter([0.0, 1.0, 12.0, 13.0])
     monkeypatch.setattr(cli.time, "monotonic", lambda: next(now))
-    with cli.progress() as step:
-        for at, law in enumerate(("one", "two", "three")):
-            step(law, at, 3)
+    step = cli.progress()
+    for at, law in enumerate(("one", "two", "three")):
+        step(law, at, 3)
     assert capsys.readouterr().err == "regard-verify: 12 s, 1 of 3: two\n"
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "check_in_fork", lambda *given, **options: pytest.fail("checked"))
+    monkeypatch.setattr(cli, "check", lambda *given, **options: pytest.fail("checked"))
     assert command(monkeypatch, "x", "--html", tmp_path) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"regard-verify: {tmp_path} cannot be written: it is a folder; give a")
+    assert err.startswith(f"regard-verify: {tmp_path} cannot be written: Is a directory; give a")
 
 
 def test_the_page_shows_what_the_terminal_shows_with_all():
@@ -286,7 +286,7 @@ def test_the_page_loads_nothing_and_escapes_every_text(broken):
     assert set(re.findall(r"https?://[\w.]+", html)) == {"https://img.shields.io"}  # of the badge
     example = Counterexample(TEXT, TEXT, TEXT, TEXT, TEXT, [[True]], [[False]])
     every = [
-        Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT)
+        Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, 0.0, f"{TEXT}failed", TEXT)
         for each in cli.WORDS
     ]
     report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, unjudged=TEXT)

@@ -99,14 +99,6 @@ class Trial:
         """Uniform values from 0 to 1, in float64."""
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Integers from `low` up to but not including `high`."""
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def permutation(self, size: int) -> Tensor:
-        """The integers below `size` in random order."""
-        return torch.randperm(size, generator=self.generator)
-
 
 LawFunction = Callable[[Any, Trial], None]
 
@@ -190,12 +182,6 @@ def _shrunk(
             except Exception:
                 continue  # a case that cannot be run is no counter-example
     return example if UNKNOWN in first else replace(example, cause=first)
-
-
-def insist(example: Counterexample | None) -> None:
-    """Raise if there is a counter-example."""
-    if example is not None:
-        raise Broken(example)
 
 
 def fail(shape: Any, cell: str, expected: Any, got: Any, cause: str) -> NoReturn:

@@ -148,11 +148,6 @@ def _without(heads: Heads, key: int) -> Tensor:
     return heads._replace(keep=keep).out()
 
 
-def _over_sums_of_queries(heads: Heads) -> Tensor:
-    weights = heads.weights()
-    return (weights / weights.sum(-2, keepdim=True).clamp(min=1e-30)) @ heads.v
-
-
 def halves_averaged(heads: Heads) -> Tensor:
     """The mean of attention to the first half of the keys and to the second."""
     first = torch.arange(heads.k.shape[2]) < heads.k.shape[2] // 2
@@ -160,33 +155,43 @@ def halves_averaged(heads: Heads) -> Tensor:
     return (one + other) / 2
 
 
-def _masked_late(heads: Heads) -> Tensor:
-    return (heads._replace(keep=torch.ones_like(heads.keep)).weights() * heads.keep) @ heads.v
-
-
 LOW = -1e30  # a score that a mask sets, as code does that knows no infinity
 VIEWED = "the heads are split by a view without a transposition"
+_VIEWS = {  # the parts that are split by a view
+    VIEWED: "qkv",
+    "the queries are split by a view without a transposition": "q",
+    "the keys are split by a view without a transposition": "k",
+    "the values are split by a view without a transposition": "v",
+}
+_ROLES = {  # the parts that serve as queries, keys and values
+    "the keys are used as values": "qkk",
+    "the values are used as keys": "qvv",
+    "the queries are used as keys": "qqv",
+    "the keys are used as queries": "kkv",
+    "queries and keys change places": "kqv",
+}
+
+
+def _split(heads: Heads, parts: str) -> Heads:
+    """Heads of which these parts are split by a view."""
+    q = _viewed(heads.q) if "q" in parts else heads.q
+    k = _viewed(heads.k, heads.many) if "k" in parts else heads.k
+    v = _viewed(heads.v, heads.many) if "v" in parts else heads.v
+    return heads._replace(q=q, k=k, v=v)
+
+
+def _served(heads: Heads, roles: str) -> Heads:
+    """Heads with these parts as queries, keys and values."""
+    q, k, v = (getattr(heads, each) for each in roles)
+    return heads._replace(q=q, k=k, v=v)
+
+
 BEFORE: dict[str, Callable[[Heads], Heads]] = {
-    VIEWED: lambda heads: heads._replace(
-        q=_viewed(heads.q), k=_viewed(heads.k, heads.many), v=_viewed(heads.v, heads.many)
-    ),
-    "the queries are split by a view without a transposition": lambda heads: heads._replace(
-        q=_viewed(heads.q)
-    ),
-    "the keys are split by a view without a transposition": lambda heads: heads._replace(
-        k=_viewed(heads.k, heads.many)
-    ),
-    "the values are split by a view without a transposition": lambda heads: heads._replace(
-        v=_viewed(heads.v, heads.many)
-    ),
-    "the keys are used as values": lambda heads: heads._replace(v=heads.k),
-    "the values are used as keys": lambda heads: heads._replace(k=heads.v),
-    "the queries are used as keys": lambda heads: heads._replace(k=heads.q),
+    **{sentence: partial(_split, parts=parts) for sentence, parts in _VIEWS.items()},
+    **{sentence: partial(_served, roles=roles) for sentence, roles in _ROLES.items()},
     "the queries, already scaled, are used as keys": lambda heads: heads._replace(
         k=heads.q, scale=heads.scale**2
     ),
-    "the keys are used as queries": lambda heads: heads._replace(q=heads.k),
-    "queries and keys change places": lambda heads: heads._replace(q=heads.k, k=heads.q),
 }
 AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the softmax runs over the queries": partial(_over, 2),
@@ -197,13 +202,15 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "there is no softmax: the scores are the weights": lambda heads: (
         torch.where(heads.keep, heads.scores(), 0.0) @ heads.v
     ),
-    "the weights are divided by their sums over the queries": _over_sums_of_queries,
-    "the mask is applied after the softmax, so that weights no longer sum to 1": _masked_late,
+    "the weights are divided by their sums over the queries": lambda heads: (
+        heads.weights() / heads.weights().sum(-2, keepdim=True).clamp(min=1e-30) @ heads.v
+    ),
+    "the mask is applied after the softmax, so that weights no longer sum to 1": lambda heads: (
+        heads._replace(keep=torch.ones_like(heads.keep)).weights() * heads.keep @ heads.v
+    ),
     "the rotated keys are used as values": lambda heads: heads._replace(v=heads.k).out(),
-    "the key heads are in the reverse order": lambda heads: heads._replace(k=heads.k.flip(1)).out(),
-    "the value heads are in the reverse order": lambda heads: heads._replace(
-        v=heads.v.flip(1)
-    ).out(),
+    "the key heads are in the reverse order": lambda x: x._replace(k=x.k.flip(1)).out(),
+    "the value heads are in the reverse order": lambda x: x._replace(v=x.v.flip(1)).out(),
     "the weights of a head are applied to the values of the next head": partial(_rolled, by=1),
     "the weights of a head are applied to the values of the head before": partial(_rolled, by=-1),
     "the queries of a head meet the keys of the next head": partial(_queries_rolled, by=1),

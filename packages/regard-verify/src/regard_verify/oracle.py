@@ -4,7 +4,7 @@ It shares no code with the attention of this library. Its options include common
 the report can say which mistake would give the values that were returned.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,19 +143,14 @@ def bound(right: Reference, v: Tensor, dtype: torch.dtype, factor: float = 4.0) 
     return factor * u * vmax * (1 + right.largest)
 
 
-def variants(q: Tensor, v: Tensor, width: int) -> dict[str, dict[str, Any]]:
-    """Common mistakes of scale and heads, and the options of `attention` that make them."""
-    dim, right = q.shape[-1], q.shape[-1] ** -0.5
+def wrong_scales(dim: int, width: int, keys: int) -> dict[str, float]:
+    """Common mistakes of the scale for D channels of a head, E of the input and S keys."""
     return {
-        "the scores are not scaled": {"scale": 1.0},
-        f"the scores are scaled by 1/{dim}, the head size without its root": {"scale": 1 / dim},
-        "the scores are scaled twice": {"scale": right * right * (1 + 1e-15)},
-        f"the scores are scaled by the root of the width, 1/sqrt({width})": {"scale": width**-0.5},
-        "the scores are multiplied by the root where they should be divided": {"scale": dim**0.5},
-        f"the scores are scaled by the value size, 1/sqrt({v.shape[-1]})": {
-            "scale": v.shape[-1] ** -0.5
-        },
-        "the scores are scaled by the number of heads": {"scale": q.shape[1] ** -0.5},
-        "the number of keys scales the scores": {"scale": max(v.shape[2], 1) ** -0.5},
-        "query head h reads key head h % G, it must read h // (H / G)": {"tiled": True},
+        "the scores are not scaled": 1.0,
+        "the scores are divided by the head size without its root": 1 / dim,
+        "the scores are scaled twice": 1 / dim * (1 + 1e-15),
+        "the scores are multiplied by the root of the head size": dim**0.5,
+        f"the scores are scaled by the root of the whole width {width}": width**-0.5,
+        "the scores are scaled by the root of the number of keys": max(keys, 1) ** -0.5,
+        "the scores have no effect": 0.0,
     }

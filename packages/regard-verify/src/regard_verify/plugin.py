@@ -17,10 +17,7 @@ It is not inside the package, because pytest imports its plugins at every start:
 pytest alone, and the rest when laws are collected.
 """
 
-import hashlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,7 +29,6 @@ JUDGED = "judged"  # the test that fails where a subject is partly judged
 ACCEPTED = "regard_accepted"
 ASKED = pytest.StashKey[dict[str, list[str]]]()
 LINES = pytest.StashKey[list[tuple[str, str, str]]]()  # subject, law, reason
-SHARED = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The marker of all tests of `--regard`: `-m "not regard"` leaves them out."""
     config.addinivalue_line("markers", "regard: a law of attention, from --regard")
+    config.addinivalue_line("markers", "xdist_group(name): tests for one process of pytest-xdist")
 
 
 class Laws(pytest.Collector):
@@ -66,6 +63,7 @@ class Laws(pytest.Collector):
             item: Law = Law.from_parent(self, name=name)
             item.reports = self.reports
             item.add_marker("regard")
+            item.add_marker(pytest.mark.xdist_group(self.name))  # one process judges a subject
             yield item
 
 
@@ -101,7 +99,6 @@ class Reports:
         like: its conventions.
         quick: fewer sizes, no compiler.
         accepted: the laws that may be broken, and why.
-        shared: a folder where processes share the report on a named subject.
     """
 
     def __init__(
@@ -111,10 +108,9 @@ class Reports:
         *,
         quick: bool = False,
         accepted: Mapping[str, str] | None = None,
-        shared: str | None = None,
     ) -> None:
         self.subject, self.like, self.quick = subject, like, quick
-        self.accepted, self.shared = dict(accepted or {}), shared
+        self.accepted = dict(accepted or {})
         self.only: list[str] | None = None
         self._report: Report | None = None
         self._refused = False
@@ -131,7 +127,7 @@ class Reports:
         from regard_verify.report.report import DECLARE
 
         if self._report is None:
-            self._report = self._made()
+            self._report = self._checked()
         if self._report.problem:
             self._refuse(self._report.problem)
         if name == JUDGED:
@@ -161,24 +157,6 @@ class Reports:
         self._refused = True
         raise LawBroken(f"{self.subject} was not understood: {problem}")
 
-    def _made(self) -> "Report":
-        """Check the subject; processes that share a folder wait for the first one's report."""
-        try:
-            import fcntl
-        except ImportError:  # not on Windows: there each process makes its own
-            return self._checked()
-        if self.shared is None:
-            return self._checked()
-        from regard_verify import Report
-
-        name = hashlib.sha256(str(self.subject).encode()).hexdigest()[:16]
-        path = Path(self.shared, f"{name}.json")
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed
-            if not path.exists():
-                path.write_text(self._checked().to_json(), encoding="utf-8")
-            return Report.from_json(path.read_text(encoding="utf-8"))
-
     def _checked(self) -> "Report":
         from regard_verify import check
 
@@ -193,10 +171,7 @@ def told(outcome: "Outcome") -> str:
         return f"not decided in time: {outcome.reason}"
     if outcome.status == "defect":
         return f"an error of regard-verify itself, please report it: {outcome.reason}"
-    if outcome.status == "failed":
-        line = f"\n{outcome.line}" if outcome.line else ""
-        return f"{outcome.statement}\n{outcome.example}{line}"
-    return outcome.reason
+    return "\n".join(outcome.sentences()) if outcome.status == "failed" else outcome.reason
 
 
 def named() -> list[str]:
@@ -265,7 +240,6 @@ def pytest_collection_modifyitems(
             subject,
             quick=config.getoption("--regard-quick"),
             accepted={law: reason for of, law, reason in lines if of in ("", subject)},
-            shared=getattr(config, "workerinput", {}).get("regard_shared"),
         )
         items.extend(_collected(found))
 
@@ -322,19 +296,3 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for reports, names in selected.items():
         every = JUDGED in names or set(names) >= set(named()) - {JUDGED}
         reports.only = None if every else names
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist: a folder in which all workers share their reports."""
-    if node.config.getoption("--regard"):
-        if SHARED not in node.config.stash:
-            node.config.stash[SHARED] = tempfile.TemporaryDirectory(prefix="regard-")
-        node.workerinput["regard_shared"] = node.config.stash[SHARED].name
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove that folder."""
-    folder = config.stash.get(SHARED, None)
-    if folder is not None:
-        folder.cleanup()

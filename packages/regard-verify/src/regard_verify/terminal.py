@@ -4,18 +4,17 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
 from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status
-from regard_verify.run.check import check_in_fork
+from regard_verify.run.check import check
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.writing import (
     UNWRAPPED,
@@ -23,7 +22,7 @@ from regard_verify.writing import (
     console_of,
     printable,
     say,
-    write_whole,
+    write,
 )
 
 COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
@@ -43,20 +42,18 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>regard-verify</title>
 <style>
-body {{ color: {foreground}; background: {background}; max-width: 60rem; margin: 1rem auto; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-{stylesheet}
+:root { color-scheme: light dark; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 60rem; margin: 1rem auto; }
 </style>
 </head>
 <body>
-<pre>{code}</pre>
+<pre>TEXT</pre>
 </body>
 </html>
 """  # a subject's name is text in it: the page loads nothing and runs no script
-NO_BADGE = "The badge for a README is wider than this terminal: --html and --json contain it."
 REASONS = 4  # reasons why laws do not apply, at most; the others are counted together
-GRID = 8  # the most queries of a counter-example that is drawn
-PAUSE = 10.0  # seconds between two lines of progress in a file or a pipe
+GRID = 8  # the most queries and keys of a counter-example that is drawn
+PAUSE = 10.0  # seconds between two lines of progress
 
 
 def verify(
@@ -83,8 +80,7 @@ def verify(
     asked = {form: path for form, path in files.items() if path is not None}
     for path in asked.values():
         check_can_write(path)
-    with progress() as step:
-        report = check_in_fork(subject, conventions_of(like), progress=step, **options)
+    report = check(subject, conventions_of(like), progress=progress(), **options)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:
@@ -92,7 +88,7 @@ def verify(
     for line in annotations(report) if annotate else ():
         sys.stdout.write(f"{line}\n")
     for form, path in asked.items():  # last: an error of the disk then loses no result
-        write_whole(path, {"html": page, "sarif": sarif, "badge": badge}[form](report).encode())
+        write(path, {"html": page, "sarif": sarif, "badge": badge}[form](report).encode())
     return report.exit_code
 
 
@@ -103,31 +99,13 @@ def page(report: Report) -> str:
         >>> page(Report("mine"))[:15]
         '<!doctype html>'
     """
-    console = Console(file=io.StringIO(), record=True, width=UNWRAPPED, highlight=False)
-    show(report, console, every_law=True)
-    return console.export_html(code_format=PAGE)
+    text = io.StringIO()
+    show(report, Console(file=text, width=UNWRAPPED, highlight=False), every_law=True)
+    return PAGE.replace("TEXT", escape(text.getvalue()))
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows the law being checked: a bar on stderr, or lines in a pipe."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines()
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def step(law: str, done: int, total: int) -> None:
-            bar.update(task, description=printable(law), completed=done, total=total or None)
-            bar.refresh()  # by this thread: a second one could not be forked
-
-        yield step
-
-
-def _lines() -> Callable[[str, int, int], None]:
-    """Prints a line on stderr when `PAUSE` seconds have passed since the last one."""
+def progress() -> Callable[[str, int, int], None]:
+    """A function that prints the law being checked on stderr, once in `PAUSE` seconds."""
     started = latest = time.monotonic()
 
     def step(law: str, done: int, total: int) -> None:
@@ -191,11 +169,11 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
             say(console, line, bold=WORDS[each.status], colour=STATUS_COLOURS[each.status])
     else:
         say(console, f"{_laws(len(report.having('passed')))} kept.", style=COLOURS["kept"])
-    if any(each.example and "B=" in each.example.shape for each in report.unexplained):
+    if any(each.example and "B=" in each.example.shape for each in report.causes):
         say(console, f"Cases: {LETTERS}", style="dim")
-    if any(each.example and each.example.actual_grid for each in report.unexplained):
+    if any(each.example and each.example.actual_grid for each in report.causes):
         say(console, "Keys: ■ visible, · hidden; wrong: X visible, □ hidden.", style="dim")
-    for each in report.unexplained:
+    for each in report.causes:
         following = report.following(each.law)
         _cause(each, following, console)
         for law in following if every_law else ():
@@ -233,11 +211,10 @@ def _not_applicable(reasons: Mapping[str, list[str]], console: Console, every_la
         _heading("Not applicable", console)
         return _by_reason(reasons, console)
     most_first = sorted(((len(laws), reason) for reason, laws in reasons.items()), reverse=True)
-    number = sum(many for many, _ in most_first)
     counted = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
     if others := sum(many for many, _ in most_first[REASONS:]):
         counted.append(f"other reasons ({others}), which --all lists")
-    what = f"{_laws(number)} {'does' if number == 1 else 'do'} not apply:"
+    what = f"{_laws(sum(map(len, reasons.values())))} do not apply:"
     console.print()
     say(console, f"{what} {'; '.join(counted)}.", bold=what)
     return None
@@ -249,14 +226,15 @@ def _laws(number: int) -> str:
 
 def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
     """A broken law: its sentence, its smallest case, the likely mistake, the subject's line."""
-    known = f" (known: {each.known})" if each.known else ""
     console.print()
-    say(console, f"broken {each.law}{known}", bold=f"broken {each.law}", style=COLOURS["broken"])
+    say(console, f"broken {each.law}", bold=f"broken {each.law}", style=COLOURS["broken"])
     for sentence in each.sentences(following):
         say(console, sentence, indent=2)
     example = each.example
-    if example is not None and example.expected_grid and example.actual_grid:
-        _draw(example.expected_grid, example.actual_grid, console)
+    if example is None or not example.expected_grid or not example.actual_grid:
+        return
+    if len(example.expected_grid) <= GRID >= len(example.expected_grid[0]):
+        console.print(_grids(example.expected_grid, example.actual_grid))
 
 
 def _verdict(report: Report, console: Console) -> None:
@@ -267,14 +245,8 @@ def _verdict(report: Report, console: Console) -> None:
         say(console, DECLARE, indent=2)
     console.print()
     say(console, report.summary(), style=f"bold {COLOURS[report.verdict]}")
-    fits = len(report.badge()) <= console.width
-    say(console, report.badge() if fits else NO_BADGE, style="dim")
-
-
-def _draw(expected: list[list[bool]], actual: list[list[bool]], console: Console) -> None:
-    """Draw the visible keys, if they are few enough for the terminal."""
-    if len(expected) <= GRID and 4 * len(expected[0]) < console.width - 4:
-        console.print(_grids(expected, actual))
+    if len(report.badge()) <= console.width:  # --html and --json contain it
+        say(console, report.badge(), style="dim")
 
 
 def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:

@@ -127,10 +127,8 @@ def _keys(which: Tensor) -> str:
     return f"keys {', '.join(map(str, found))} are"
 
 
-def differs(shape: object, expected: Tensor, actual: Tensor) -> Counterexample | None:
-    """A counter-example if two visibilities [L, S] are not the same."""
-    if torch.equal(expected, actual):
-        return None
+def differs(shape: object, expected: Tensor, actual: Tensor) -> Counterexample:
+    """The counter-example of two visibilities [L, S] that are not the same."""
     i, j = (int(x) for x in (expected != actual).nonzero()[0])
     words = {True: "visible", False: "hidden"}
     return Counterexample(

@@ -142,47 +142,13 @@ def single_query(q, k, v):
 # --- in-place changes between the passes
 
 
-class Unsaved(torch.autograd.Function):
-    """Inputs stored on ctx as attributes: autograd cannot compare their versions."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.q, ctx.k, ctx.v = q, k, v
-        return sdpa(q, k, v)
-
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (ctx.q, ctx.k, ctx.v)]
-            return torch.autograd.grad(sdpa(*inputs), inputs, grad)
-
-
-def unsaved(q, k, v):
-    return Unsaved.apply(q, k, v)
-
-
-class WeightOnCtx(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad @ ctx.weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
-
-
 class Block(nn.Module):
     """Causal attention whose cache is an object: `cache.k`, `cache.v`, or None."""
-
-    linear = nn.Linear
 
     def __init__(self, dim=32, num_heads=4):
         super().__init__()
         self.num_heads = num_heads
-        self.to_q, self.to_k, self.to_v, self.to_out = (self.linear(dim, dim) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(dim, dim) for _ in range(4))
 
     def heads(self, x):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -199,43 +165,6 @@ class Block(nn.Module):
         t, s = q.size(2), k.size(2)
         seen = torch.ones(t, s, dtype=torch.bool).tril(s - t)
         return self.to_out(self.attend(q, k, v, seen).transpose(1, 2).flatten(2))
-
-
-class CtxLinear(nn.Linear):
-    def forward(self, x):
-        return WeightOnCtx.apply(x, self.weight) + self.bias
-
-
-class FrozenInside(Block):
-    linear = CtxLinear
-
-
-class RingBlock(Block):
-    """Reads the ring itself, not a copy of it."""
-
-    def attend(self, q, k, v, seen):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-
-
-class Ring:
-    """64 tokens allocated at once, written past autograd."""
-
-    def __init__(self):
-        self.k = self.v = None
-        self.n = 0
-
-    def update(self, k, v):
-        if self.k is None:
-            shape = (*k.shape[:2], 64, k.shape[-1])
-            self.k, self.v = torch.zeros(shape), torch.zeros(shape)
-        stop = self.n + k.size(2)
-        self.k.data[:, :, self.n : stop] = k.data
-        self.v.data[:, :, self.n : stop] = v.data
-        self.n = stop
-        return self.k[:, :, :stop], self.v[:, :, :stop]
-
-    def truncate(self, n):
-        self.n = n
 
 
 # --- one cache for two layers
@@ -369,20 +298,6 @@ class MaskLooksLate(OwnedBlock):
         return self.to_out(self.attend(q, k, v, seen).transpose(1, 2).flatten(2))
 
 
-class ChecksLate:
-    """A refused token stays: the next one that fits takes it along."""
-
-    def __init__(self):
-        self.pieces = []
-
-    def update(self, k, v):
-        rows = self.pieces[0][0].shape[0] if self.pieces else len(k)
-        self.pieces.append((k[:rows].clone(), v[:rows].clone()))
-        if len(k) != rows:
-            raise ValueError(f"{len(k)} rows after {rows}")
-        return tuple(torch.cat(each, dim=2) for each in zip(*self.pieces, strict=True))
-
-
 # --- right
 
 
@@ -407,8 +322,8 @@ class Checkpointed(Block):
 
 ALONE = {"causal": True, "window": 0, "cache": ""}  # without the caches in this file
 RIGHT = {
-    "a cache that knows its layer": (OwnedBlock, {**CACHED, "new_cache": "mutants.callers.Owned"}),
-    "a cache by layers": (Indexed, {**CACHED, "new_cache": "mutants.callers.ByIndex"}),
+    "a cache that knows its layer": (OwnedBlock, {**CACHED, "new_cache": "mutants.callers:Owned"}),
+    "a cache by layers": (Indexed, {**CACHED, "new_cache": "mutants.callers:ByIndex"}),
     "a scale that is a tensor": (tensor_scale, PLAIN),
     "a layer with a scale that is a tensor": (TensorScale, ALONE),
     "a checkpointed layer": (Checkpointed, ALONE),
@@ -420,7 +335,7 @@ def function(name, made, *kills, like=PLAIN, after=""):
 
 
 def block(name, made, *kills, new_cache=None, after="", **like):
-    own = {**CACHED, "new_cache": f"mutants.callers.{new_cache}"} if new_cache else like
+    own = {**CACHED, "new_cache": f"mutants.callers:{new_cache}"} if new_cache else like
     return Mutant(name, lambda: made, {"causal": True, "window": 0, **own, **like}, kills, after)
 
 
@@ -433,9 +348,6 @@ MUTANTS = [
     function("weights cut short under autocast", hurried, "autocast_precision"),
     function("float32 behind a mask", zeros_where_blind, "autocast_dtype", like=MASKED),
     function("float32 for a single query", single_query, "autocast_dtype"),
-    function("inputs stored as attributes", unsaved, "inplace_between_passes"),
-    block("a weight stored as an attribute", FrozenInside, "inplace_between_passes"),
-    block("a cache written through .data", RingBlock, "inplace_between_passes", new_cache="Ring"),
     block("one cache for all layers", Block, "one_past_two_layers", new_cache="Ownerless"),
     block("a layer index that is ignored", Indexed, "one_past_two_layers",
           new_cache="IndexForgotten"),
@@ -444,5 +356,4 @@ MUTANTS = [
     block("tokens counted before they are projected", CountsAhead, "refused_step"),
     block("a mask refused after the cache has grown", MaskLooksLate, "refused_step",
           new_cache="Owned"),
-    Mutant("a refused token is stored", lambda: ChecksLate, {"kind": "cache"}, ("refused_step",)),
 ]  # fmt: skip

@@ -305,17 +305,6 @@ class ListCache:
         self.k, self.v = self.k[rows], self.v[rows]
 
 
-class FixedCache(ListCache):
-    """Room for 16 tokens."""
-
-    capacity = 16
-
-    def update(self, k, v):
-        if self.length + k.shape[2] > self.capacity:
-            raise ValueError("full")
-        return super().update(k, v)
-
-
 class WindowCache(ListCache):
     """The newest 4 tokens."""
 
@@ -342,22 +331,6 @@ class WindowCache(ListCache):
 WindowCache.truncate = WindowCache.reorder = property(
     lambda self: (_ for _ in ()).throw(AttributeError())
 )
-
-
-class CodedCache(ListCache):
-    """8 bits a number, a scale for each token and head."""
-
-    truncate = reorder = property(lambda self: (_ for _ in ()).throw(AttributeError()))
-
-    def scale_of(self, x):
-        return x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-
-    def update(self, k, v):
-        rounded = []
-        for x in (k, v):
-            step = self.scale_of(x)
-            rounded.append((x / step).round().clamp(-127, 127) * step)
-        return super().update(*rounded)
 
 
 def paged(q, k_pool, v_pool, block_table, lengths):

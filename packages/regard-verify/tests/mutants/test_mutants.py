@@ -17,15 +17,15 @@ RIGHT = {
         lambda: good.Layer(good.LayerSteps(window=3)),
         {**good.LAYER_LIKE, "window": 3},
     ),
-    "reference": (good.Layer, {**good.LAYER_LIKE, "reference": "mutants.layers.reference"}),
+    "reference": (good.Layer, {**good.LAYER_LIKE, "reference": "mutants.layers:reference"}),
     "MLA": (good.MLA, good.MLA_LIKE),
     "cross-attention": (good.Cross, {"pairing": "none"}),
-    "cache": (good.ListCache, {"kind": "cache", "cache_bytes": 64.0}),
-    "fixed cache": (good.FixedCache, {"kind": "cache", "capacity": 16}),
-    "window cache": (good.WindowCache, {"kind": "cache", "window": 4}),
-    "rounding cache": (good.CodedCache, {"kind": "cache"}),
+    "layer with a cache object": (things.Serving, {**things.WHOLE, "new_cache": good.ListCache}),
+    "layer with a window cache": (
+        things.ServingWindow,
+        {**things.SERVING, "window": 4, "new_cache": good.WindowCache},
+    ),
     "pages": (good.paged, {"kind": "paged"}),
-    "rotation": (good.rotated, {"kind": "rope", "pairing": "halves"}),
     **callers.RIGHT,
 }
 MADE = {"layer", "layer with dropout", "layer with a window", "reference", "MLA", "cross-attention"}

@@ -99,7 +99,7 @@ def test_any_report_is_sarif_and_one_annotation_a_finding(report):
     assert len(run["results"]) == len(found) == len(list(annotations(report)))
     assert run["invocations"] == [{"executionSuccessful": not report.problem}]
     errors = [each for each in found if each.level == "error"]
-    assert len(errors) == len(report.unexplained) + bool(report.problem)
+    assert len(errors) == len(report.causes) + bool(report.problem)
     assert bool(report.unjudged) == any(each.level == "warning" for each in found)
 
 

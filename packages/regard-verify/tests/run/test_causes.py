@@ -9,9 +9,10 @@ import torch
 import subjects
 from mutants import defects, functions, layers
 from regard_verify import LAWS, check
+from regard_verify.blame import WORDS
 from regard_verify.law import Counterexample
 from regard_verify.report.report import outcome
-from regard_verify.run.causes import EXPLAINS, TOPICS, settled
+from regard_verify.run.causes import EXPLAINS, settled
 
 SOME = [
     *functions.MUTANTS,
@@ -31,16 +32,16 @@ def causes(*outcomes):
 
 
 def test_the_table_names_laws():
-    assert {*EXPLAINS, *TOPICS} <= set(LAWS)
+    assert {*EXPLAINS, *WORDS} <= set(LAWS)
     assert {law for laws in EXPLAINS.values() for law in laws} <= set(LAWS)
 
 
 def test_what_follows_names_its_cause_and_the_cause_comes_first():
     found = settled([broken("oracle_forward"), outcome(LAWS["convexity"], "passed"),
-                     broken("scale_closed_form"), broken("rope_layout")])  # fmt: skip
+                     broken("scale_closed_form"), broken("documents_apart")])  # fmt: skip
     assert [(each.law, each.status, each.because) for each in found] == [
         ("scale_closed_form", "failed", ""),
-        ("rope_layout", "failed", ""),
+        ("documents_apart", "failed", ""),
         ("oracle_forward", "follows", "scale_closed_form"),
         ("convexity", "passed", ""),
     ]

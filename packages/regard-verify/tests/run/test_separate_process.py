@@ -1,6 +1,5 @@
 """A subject in a separate process: it may do anything, and there is a report."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 
 import subjects
 from full_disk import files_of_at_most
-from interpreters import run_python
 from regard_verify import check
 
 FILE = Path(subjects.__file__)
@@ -35,34 +33,6 @@ def test_the_separate_process_gives_the_same_report():
     here = check(subjects.Tutorial, quick=True)
     assert statuses(there) == statuses(here)
     assert [each.example for each in there.outcomes] == [each.example for each in here.outcomes]
-
-
-IN_FORK = """
-import json, sys
-from regard_verify.run import separate_process
-from regard_verify.run.check import check_in_fork
-from regard_verify.subject.conventions import Conventions
-
-separate_process._spawn_worker = None  # it is not used
-options = dict(quick=True, seed=0, limit=3.0, memory=4.0, progress=lambda *given: None)
-for name in sys.argv[2:]:
-    report = check_in_fork(f"{sys.argv[1]}:{name}", Conventions(), only=%r, **options)
-    told = {each.law: each.status for each in report.outcomes}
-    failed = [str(each.example) for each in report.having("failed")]
-    print(json.dumps([told, failed, report.problem]))
-"""
-
-
-def test_a_fork_gives_the_same_report():
-    """Of one that prints, one that crashes, one that hangs, and one that ends its process."""
-    names = ("prints", "aborts_on_long_ones", "hangs_on_long_ones", "leaves_at_once")
-    done = run_python("-c", IN_FORK % FEW, FILE, *names)
-    assert done.stderr == ""
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    for name, (told, examples, problem) in zip(names, found, strict=True):
-        right = report_on(name, quick=True, limit=3.0)
-        assert (told, problem) == (statuses(right), right.problem)
-        assert examples == [str(each.example) for each in right.having("failed")]
 
 
 def test_a_crash_is_the_outcome_of_the_current_law():

@@ -51,7 +51,7 @@ CAUSAL = "causality_exact self_visible alignment_probe visible_set_probe window_
 STEPS = "decode_equals_full chunked_prefill"
 BOTH = "mask_and_causal"
 VALUES = "oracle_forward convexity"
-ROTATION = "rope_layout oracle_forward"
+ROTATION = "oracle_forward"
 DTYPES = "dtype_bound default_dtype autocast_dtype autocast_precision mask_dtype"
 HEADS_TEXT = r"another head|next head|heads?\b.*(neighbour|roll|swap|shift|exchange|reverse)"
 
@@ -126,7 +126,7 @@ FAULTS = {
     "cache_dropped": fault("the past is dropped", STEPS),
     "cache_reversed": fault("new keys come before the past", STEPS),
     "cache_not_read": fault("the cache's keys are not used", STEPS),
-    "input_in_place": fault("the input is changed", "no_mutation inplace_between_passes"),
+    "input_in_place": fault("the input is changed", "no_mutation"),
     "super_missing": fault("super().__init__() is not called", "", r"super\(\)|super "),
 }
 

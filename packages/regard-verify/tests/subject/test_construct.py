@@ -11,6 +11,7 @@ import subjects
 from regard_verify import Conventions, SubjectError, understand
 from regard_verify.subject.configurations import Configuration
 from regard_verify.subject.construct import build
+from regard_verify.subject.modules import set_dropout
 
 NOTHING = Conventions()
 SETTABLE = [
@@ -29,10 +30,9 @@ SETTABLE = [
         (named.HandsOn, 32, 8, 8),
         (named.Annotated, 32, 4, 4),
         (named.ClassAttributes, 32, 4, 4),
-        (named.FromDictionary, 32, 4, 2),
+        (named.FromDictionary, 32, 4, 4),
         (named.WithDefaults, 32, 4, 4),
         (named.Nothing, 32, 4, 4),
-        (named.Nested, 32, 4, 4),
     ],
 )
 def test_names_as_strangers_choose_them(made_by, width, heads, key_heads):
@@ -56,12 +56,8 @@ def test_defaults_of_a_configuration_stay_where_they_fit():
 
 @pytest.mark.parametrize("made_by", SETTABLE)
 def test_every_probability_of_dropout_can_be_set(made_by):
-    assert build(made_by, NOTHING, dropout=0.5).made.drop.p == 0.5
-
-
-def test_a_default_that_is_shared_is_not_changed():
-    rates = [build(named.Shared, NOTHING, dropout=p).made.drop.p for p in (None, 0.5, None)]
-    assert rates == [0.1, 0.5, 0.1]
+    made = build(made_by, NOTHING).made
+    assert set_dropout(made, 0.5) and made.drop.p == 0.5
 
 
 def test_the_most_tokens_are_raised_to_what_laws_ask_for():
@@ -70,11 +66,9 @@ def test_the_most_tokens_are_raised_to_what_laws_ask_for():
 
 def test_another_is_built_with_changes():
     subject = understand(named.Switch)
-    assert subject.dropouts == ("p",)
     assert subject.switches == {"causal": False}
-    assert subject.another().drop.p == 0.1
-    changed = subject.another(dropout=0.5, causal=True)
-    assert (changed.drop.p, changed.causal) == (0.5, True)
+    assert subject.another().drop.p == 0.0
+    assert subject.another(causal=True).causal is True
     with pytest.raises(SubjectError, match="Switch has no argument 'colour'; it has dim, heads"):
         subject.another(colour=1)
 

@@ -52,14 +52,13 @@ def file(tmp_path, monkeypatch):
     [
         ("nowhere.py:attention", "there is no file nowhere.py"),
         ("nowhere.py", "there is no file nowhere.py"),
-        (f"{HERE.with_name('subject.py')}", "did you mean .*subjects.py"),
         (f"{HERE}:missing", "has no 'missing'; it has"),
         (f"{HERE}:Tutorrial", "has no 'Tutorrial'; did you mean Tutorial"),
-        (f"{HERE}", r"defines \d+ subjects: name one, as in .*subjects.py:CausalSelfAttention"),
+        (f"{HERE}", r"is a file: name one of CausalSelfAttention, .* after a colon"),
         ("no.such.module", "there is no module .no."),
-        ("nothing", "names nothing"),
-        ("no/such/folder", "names nothing"),
-        ("torch.nn.MultiheadAtention", "did you mean MultiheadAttention"),
+        ("nothing", "there is no module .nothing."),
+        ("no/such/folder", "there is no module .no/such/folder."),
+        ("torch.nn:MultiheadAtention", "did you mean MultiheadAttention"),
     ],
 )
 def test_a_name_that_cannot_be_found_gets_a_sentence(name, problem):
@@ -67,31 +66,20 @@ def test_a_name_that_cannot_be_found_gets_a_sentence(name, problem):
         understand(name)
 
 
-def test_the_only_subject_of_a_file_is_taken(file):
-    subject = understand(file("one.py", CLASS.format(name="Mixer") + MAIN))
-    assert subject.name == "one.py:Mixer"
-    assert "one.py names no object: Mixer was taken, the only one in it." in subject.notes
-
-
-def test_the_only_attention_among_other_modules_is_taken(file):
-    both = CLASS.format(name="Mixer") + CLASS.format(name="SelfAttention")
-    assert understand(file("two.py", both)).name == "two.py:SelfAttention"
-
-
 def test_a_file_with_neighbours_is_run_in_its_package(file):
     file("pack/__init__.py", "")
     file("pack/base.py", CLASS.format(name="Base"))
     name = file("pack/derived.py", "from .base import Base\n\n\nclass Attention(Base):\n    pass\n")
-    assert understand(name).name == "pack/derived.py:Attention"
+    assert understand(f"{name}:Attention").name == "pack/derived.py:Attention"
     file("loose/near.py", CLASS.format(name="Near"))
     name = file("loose/far.py", "from .near import Near\n\n\nclass Attention(Near):\n    pass\n")
     assert understand(f"{name}:Attention").kind == "module"
 
 
-def test_a_module_is_named_without_an_object(file):
-    file("packed/__init__.py", "")
-    file("packed/inside.py", CLASS.format(name="Attention"))
-    assert understand("packed.inside").name == "packed.inside:Attention"
+def test_subjects_of_a_file_are_listed(file):
+    both = CLASS.format(name="Mixer") + CLASS.format(name="SelfAttention") + MAIN
+    with pytest.raises(SubjectError, match=r"two\.py is a file: name one of SelfAttention after"):
+        understand(file("two.py", both))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from projecting import right, trial
-from regard_verify.subject.natural import natural_roles
+from regard_verify.subject.layouts import natural_roles
 
 BLOCKED = torch.arange(36).view(3, 3, 4).tolist()  # queries, keys, values of 3 heads
 THREE = torch.arange(36).view(3, 12).tolist()  # the channels of three projections
@@ -98,18 +98,6 @@ def test_a_rotation_and_a_mistake():
     attend = lambda q, k, v: merged(scores(rotated(q), rotated(k)).softmax(-2), v)  # noqa: E731
     found = natural_roles(run_of(attend), [list(range(36))], 36, 3, trial())
     assert (found.pairing, found.roles.keys) == ("pairs", BLOCKED[1])
-
-
-def test_a_gate_and_a_mistake():
-    def run(x):
-        out = run_of(MISTAKEN["softmax over the queries"])(x[..., :36])
-        return out * x[..., 36:].sigmoid()
-
-    gate = list(range(36, 48))
-    found = natural_roles(run, [*THREE, gate], 48, 3, trial())
-    assert found.roles.gates == gate
-    assert found.roles.opened == 30.0
-    assert found.roles.values == BLOCKED[2]
 
 
 @pytest.mark.parametrize(

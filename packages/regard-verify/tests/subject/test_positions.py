@@ -5,7 +5,6 @@ import torch
 
 import positioned
 from regard_verify import SubjectError, check, understand
-from regard_verify.subject.adapters import neutral
 from regard_verify.subject.positions import Positioned
 
 SUBJECTS = [
@@ -60,16 +59,6 @@ def test_positions_follow_from_the_tokens_before(made_by, past):
         one = supplied[0] if isinstance(supplied, tuple) else torch.as_tensor(supplied)
         other = right[name][0] if isinstance(right[name], tuple) else torch.as_tensor(right[name])
         torch.testing.assert_close(*torch.broadcast_tensors(one, other))
-
-
-@pytest.mark.parametrize("made_by", SUBJECTS)
-def test_nothing_is_rotated_in_the_neutral_module(made_by):
-    module = understand(made_by).module
-    x = torch.randn(2, 5, 32)
-    masks = {n: None for n in ("attention_mask", "mask") if n in module.signature_of_forward}
-    out = neutral(module)(x, **masks)
-    plain = module.inner.joined(*module.inner.heads(x))
-    torch.testing.assert_close(out[0] if isinstance(out, tuple) else out, plain)
 
 
 @pytest.mark.parametrize("made_by", [*SUBJECTS, positioned.Unrotated])

@@ -5,7 +5,7 @@ import torch
 
 from projecting import trial
 from regard_verify.subject.conventions import Conventions
-from regard_verify.subject.rotation import probe_rotation
+from regard_verify.subject.probe_weights import probe_rotation
 from regard_verify.subject.subject import Subject
 
 

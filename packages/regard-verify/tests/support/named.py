@@ -109,16 +109,6 @@ class ClassAttributes(Base):
         super().__init__(config.n_embd, config.n_head, drop=config.dropout)
 
 
-class SharedSettings:
-    rates = Rates()
-    n_embd = 32
-
-
-class Shared(Base):
-    def __init__(self, config: SharedSettings):
-        super().__init__(config.n_embd, 4, drop=config.rates.attn_drop)
-
-
 class FromDictionary(Base):
     def __init__(self, cfg):
         rate = cfg["drop_rate"] if "drop_rate" in cfg else 0.0  # noqa: SIM401
@@ -166,11 +156,6 @@ class Functional(Base):
 class AnyName(Base):
     def __init__(self, **kwargs):
         super().__init__(kwargs["d_model"], kwargs.pop("n_heads"), drop=kwargs.get("drop", 0.0))
-
-
-class Nested(Base):
-    def __init__(self, config):
-        super().__init__(config.model.d_model, config["attention"]["n_heads"])
 
 
 class Transposed(nn.Module):

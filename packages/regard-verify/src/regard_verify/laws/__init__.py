@@ -5,25 +5,21 @@ from regard_verify.laws import (
     built,
     caches,
     callers,
-    compiler,
     execution,
     heads,
-    inplace,
     layers,
     masks,
     numbers,
     padding,
-    refused_steps,
-    rotation,
     visibility,
 )
 
 MODULES = (
     built,  # that it is a module which runs
     *(numbers, heads),  # what is computed
-    *(visibility, masks, padding, rotation),  # which keys a query may attend to
-    *(execution, callers, inplace, compiler),  # how a call runs
-    *(caches, refused_steps, layers),  # what is stored between calls
+    *(visibility, masks, padding),  # which keys a query may attend to
+    *(execution, callers),  # how a call runs
+    *(caches, layers),  # what is stored between calls
 )
 LAWS: dict[str, Law] = {
     law.name: law for module in MODULES for law in vars(module).values() if isinstance(law, Law)

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
 from regard_verify.laws.cases import ODD, random_mask
 from regard_verify.oracle import pattern
-from regard_verify.subject.guesses import role_of
+from regard_verify.subject.modules import set_dropout
 from regard_verify.subject.subject import Subject
 
 HALF = 0.5  # the probability with which dropout cannot be overlooked
-_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d)
 
 
 @law("exact", "heads|layer")
@@ -47,11 +46,11 @@ def dropout_in_eval(subject: Subject, trial: Trial) -> None:
         module = subject.thing  # of q, k and v, without weights
     if module is None:
         raise NotApplicable("it is a function: its dropout is an argument of the call")
-    none, half = (with_dropout(subject, module, p) for p in (0.0, HALF))
+    none, half = (with_dropout(module, p) for p in (0.0, HALF))
     for label, given in _inputs(subject, trial):
         right, first, second = (_run(subject, twin, given) for twin in (none, half, half))
         if not torch.equal(torch.nan_to_num(right), torch.nan_to_num(_run(subject, module, given))):
-            raise NotApplicable("another of its class, with the same state dict, differs from it")
+            raise NotApplicable("a copy of it differs from it")
         label = f"{label}, every probability of dropout {HALF:g}, eval mode"
         cause = "dropout runs in eval mode"
         require(f"{label}, two calls", second, first, 0.0, cause)
@@ -60,57 +59,15 @@ def dropout_in_eval(subject: Subject, trial: Trial) -> None:
         require(f"{label}, and without dropout", first, right, allowed, cause)
 
 
-def with_dropout(subject: Subject, module: nn.Module, p: float) -> nn.Module:
+def with_dropout(module: nn.Module, p: float) -> nn.Module:
     """A module with the same weights, in which every probability of dropout is `p`."""
     try:
-        twin = _built_anew(subject, module, p) or copy.deepcopy(module)
+        twin = copy.deepcopy(module)
     except Exception as error:
         raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
-    found = [*_set_dropout(twin, p), *(subject.dropouts if subject.another else ())]
-    if not found:
+    if not set_dropout(twin, p):
         raise NotApplicable("it has no dropout")
     return twin.eval()
-
-
-def _built_anew(subject: Subject, module: nn.Module, p: float) -> nn.Module | None:
-    """Another of the same class with the same weights, if its dropout is an argument."""
-    if subject.another is None or not subject.dropouts:
-        return None
-    try:
-        twin = subject.another(dropout=p)
-        twin.load_state_dict(module.state_dict())
-    except Exception:
-        return None
-    return twin
-
-
-def _set_dropout(module: nn.Module, p: float) -> list[str]:
-    """Set each probability in a module; the names of those that it has."""
-    found = []
-    for name, each in module.named_modules():
-        if isinstance(each, _DROPOUTS):
-            each.p = p
-            found.append(name)
-        for attribute, value in list(vars(each).items()):
-            if _is_probability(attribute, value):
-                setattr(each, attribute, p)
-                found.append(f"{name}.{attribute}")
-    return found
-
-
-def declares_dropout(module: nn.Module) -> bool:
-    """Whether it has a submodule of dropout, or a probability above 0."""
-    return any(
-        isinstance(each, _DROPOUTS)
-        or any(_is_probability(name, value) and value > 0 for name, value in vars(each).items())
-        for each in module.modules()
-    )
-
-
-def _is_probability(name: str, value: object) -> bool:
-    """Whether an attribute is a probability of dropout, by its name and its value."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    return number and role_of(name) == "dropout" and not {"keep", "path"} & set(name.split("_"))
 
 
 def _inputs(subject: Subject, trial: Trial) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -4,7 +4,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 
 from regard_verify.law import NotApplicable, Trial, fail, law, require, tolerance, worst
 from regard_verify.laws.cases import ODD
@@ -24,34 +23,17 @@ SWITCHES: dict[str, tuple[Any, Any]] = {  # by name: the values for expanded and
 @law("bounded", "layer")
 def mla_absorbed(subject: Subject, trial: Trial) -> None:
     """Absorbed and expanded MLA give the same, at all positions."""
-    module = subject.module
-    inner = getattr(module, "inner", module)
-    names = parameters_of(module.forward) if module is not None else {}
-    found = [n for n in SWITCHES if n in names or _has_switch(inner, n)]
-    if not found:
-        raise NotApplicable("it has no absorbed form")
-    name = found[0]
+    names = parameters_of(subject.module.forward) if subject.module is not None else {}
+    name = next((each for each in SWITCHES if each in names), "")
+    if not name:
+        raise NotApplicable("it has no absorbed form that is an argument of its calls")
     x = subject.tokens(2, 7, trial)
-    outs = []
-    for value in SWITCHES[name]:
-        if name in names:
-            outs.append(subject.run_layer(x, **{name: value}))
-            continue
-        before = getattr(inner, name)
-        setattr(inner, name, value)
-        try:
-            outs.append(subject.run_layer(x))
-        finally:
-            setattr(inner, name, before)
+    outs = [subject.run_layer(x, **{name: value}) for value in SWITCHES[name]]
     allowed = tolerance(outs[0])
     cause = "the absorbed form computes something else"
     if float((outs[1] - outs[0]).abs()[:, 0].max()) <= allowed:
         cause += "; position 0 agrees, so the scale, the rotation or the mask is wrong"
     require(f"B=2 L=7, {name}={SWITCHES[name][1]!r}", outs[1], outs[0], allowed, cause)
-
-
-def _has_switch(inner: Any, name: str) -> bool:
-    return getattr(inner, name, None) in (*SWITCHES[name], "auto") and hasattr(inner, name)
 
 
 @law("exact", "context")
@@ -86,22 +68,12 @@ def state_dict(subject: Subject, trial: Trial) -> None:
     except Exception as error:
         raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
     if not list(twin.parameters()):
-        if any(isinstance(x, nn.Module) for x in vars(module).values()):
-            fail("state_dict()", "", "its weights", "none", "modules are stored outside nn.Module")
         raise NotApplicable("it has no parameters")
     state = {name: value.clone() for name, value in module.state_dict().items()}
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.normal_()
-    missing = called(twin.load_state_dict, state, strict=False)
-    if missing.missing_keys or missing.unexpected_keys:
-        fail(
-            "load_state_dict",
-            "",
-            "no names left over",
-            missing,
-            "its names do not match themselves",
-        )
+    called(twin.load_state_dict, state)
     x = subject.tokens(2, 4, trial)
     with torch.no_grad():
         got, right = subject.layer_of(twin)(x).nan_to_num(), subject.run_layer(x).nan_to_num()
@@ -126,7 +98,6 @@ def reference_parity(subject: Subject, trial: Trial) -> None:
 @law("resource", "cache", quick=False)
 def memory_law(subject: Subject, trial: Trial) -> None:
     """The cache grows by one token a step, and no faster."""
-    assert subject.stepper is not None
     if subject.stepper.style == "internal":
         raise NotApplicable("its cache is in the layer")
     state, held = subject.stepper.new(), []

@@ -20,7 +20,7 @@ from regard_verify.law import (
 )
 from regard_verify.laws.cases import attending, by_definition, modes, on_sizes, refused
 from regard_verify.mistakes import AVERAGED, halves_averaged, heads_of, mistakes
-from regard_verify.oracle import bound, variants
+from regard_verify.oracle import bound, wrong_scales
 from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.subject import Subject, SubjectError, called
 
@@ -54,7 +54,9 @@ def _causes(
     own = subject.conventions
     width = own.width or q.shape[1] * q.shape[3]
     right = partial(subject.expected, q, k, v, **options)
-    found = {mistake: right(**changes).out for mistake, changes in variants(q, v, width).items()}
+    scales = wrong_scales(q.shape[3], width, v.shape[2])
+    found = {mistake: right(scale=scale).out for mistake, scale in scales.items()}
+    found["query head h reads key head h % G, it must read h // (H / G)"] = right(tiled=True).out
     many = q.shape[1] // v.shape[1]
     mean = v.double().mean(2, keepdim=True).repeat_interleave(many, 1)
     structural = _structural(subject, q, k, v, options)
@@ -110,14 +112,7 @@ def _capped(subject: Subject, score: float) -> float:
 def _scale_cause(got: float, dim: int, subject: Subject) -> str:
     width = subject.conventions.width or dim
     right = subject.conventions.scale or dim**-0.5
-    usual = {
-        "the scores are not scaled": 1.0,
-        "the scores are divided by the head size without its root": 1 / dim,
-        "the scores are multiplied by the root of the head size": dim**0.5,
-        f"the scores are scaled by the root of the whole width {width}": width**-0.5,
-        "the scores are scaled by the root of the number of keys": 2**-0.5,
-        "the scores have no effect": 0.0,
-    }
+    usual = wrong_scales(dim, width, 2)
     usual = {mistake: _capped(subject, would) for mistake, would in usual.items()}
     for mistake, would in {**usual, "the softcap is ignored": right}.items():
         if abs(got - would) <= 1e-5 * (1 + abs(would)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, insist, law, require
+from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
 from regard_verify.laws.cases import causal_call, causal_layer_call, random_mask, sizes_for
 from regard_verify.subject.probe_functions import pattern_length
 from regard_verify.subject.subject import Call, Subject, SubjectError
@@ -26,12 +26,12 @@ def same_visibility(
         return
     b, h = (int(x) for x in (expected != got).any(-1).any(-1).nonzero()[0])
     found = differs(shape, expected[b, h], got[b, h])
-    if found is not None and mask is not None and torch.equal(mask.expand_as(got), got):
+    if mask is not None and torch.equal(mask.expand_as(got), got):
         later = bool((expected | ~got | torch.ones_like(got).triu(1)).all())
         rule = "the causal rule" if later else "its own pattern"
         raise Broken(replace(found, cause=f"A mask switches {rule} off: only the mask is obeyed."))
-    if found is None or (b, h) == (0, 0):
-        return insist(found)
+    if (b, h) == (0, 0):
+        raise Broken(found)
     where = f"row {b} of the batch, head {h}, {found.cell}"
     others = (expected == got[b, h]).all(-1).all(-1).nonzero()
     cause = found.cause

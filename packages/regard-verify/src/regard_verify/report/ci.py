@@ -53,7 +53,7 @@ def findings(report: Report) -> Iterator[Finding]:
     if report.problem:
         statement = RULES["not_understood"]
         yield Finding("not_understood", "error", statement, report.problem, file, line)
-    for level, outcomes in (("error", report.unexplained), ("note", report.having("advice"))):
+    for level, outcomes in (("error", report.causes), ("note", report.having("advice"))):
         for each in outcomes:
             text = "\n".join(each.sentences(report.following(each.law)))
             place = re.match(r"(.+?):(\d+)(?::|$)", each.line)

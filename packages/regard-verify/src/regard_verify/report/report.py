@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any, Literal
 
 from regard_verify.law import Counterexample, Law
@@ -41,7 +40,6 @@ class Outcome:
         kind: exact, bounded, statistical or resource.
         reason: why it does not apply, is undecided, or which error this suite made.
         example: the counter-example.
-        known: where the same defect is reported.
         seconds: how long it took.
         because: of a law that follows, the broken law that explains it.
         line: the line of the subject, as `FILE:NUMBER: CODE`, where it can be told.
@@ -61,7 +59,6 @@ class Outcome:
     kind: str
     reason: str = ""
     example: Counterexample | None = None
-    known: str = ""
     seconds: float = 0.0
     because: str = ""
     line: str = ""
@@ -149,23 +146,7 @@ class Report:
 
     def following(self, cause: str) -> list[str]:
         """Names of the laws that are broken because this one is."""
-        because = {each.law: each.because for each in self.having("follows")}
-
-        def root(law: str) -> str:
-            for _ in because:  # as many steps as there are laws, should two name each other
-                law = because.get(law, law)
-            return law
-
-        return [law for law in because if root(law) == cause]
-
-    @property
-    def unexplained(self) -> list[Outcome]:
-        """The broken laws, in the order in which they are reported: each has a cause of its own.
-
-        A law that follows from one that is not reported as broken is reported itself.
-        """
-        explained = {law for each in self.causes for law in self.following(each.law)}
-        return self.causes + [each for each in self.having("follows") if each.law not in explained]
+        return [each.law for each in self.having("follows") if each.because == cause]
 
     def reasons(self, status: Status) -> dict[str, list[str]]:
         """The names of the laws with this status, by the reason."""
@@ -223,20 +204,11 @@ class Report:
         """
         parts = [
             (f"broken {each.law}", *each.sentences(self.following(each.law)))
-            for each in self.unexplained
+            for each in self.causes
         ]
         if self.unjudged:
             parts.append(("Not judged", self.unjudged, DECLARE))
         return "\n\n".join(["\n  ".join(part) for part in parts] + [self.summary()])
-
-    def _repr_html_(self) -> str:
-        """The report as text, for notebooks.
-
-        Examples:
-            >>> Report("mine", problem="It is <odd>.")._repr_html_()
-            '<pre>mine: not understood. It is &lt;odd&gt;.</pre>\\n'
-        """
-        return f"<pre>{escape(str(self))}</pre>\n"
 
     def summary(self) -> str:
         """One line: the verdict, and how much was judged.
@@ -248,7 +220,7 @@ class Report:
         """
         if self.problem:
             return f"{self.subject}: not understood. {self.problem}"
-        asked, broken, causes = len(self.asked), len(self.failed), len(self.unexplained)
+        asked, broken, causes = len(self.asked), len(self.failed), len(self.causes)
         verdict = "right as far as it was judged"
         if broken:
             verdict = f"broken, for {_counted(causes, 'cause')}"
@@ -310,13 +282,12 @@ def outcome(
     *,
     reason: str = "",
     example: Counterexample | None = None,
-    known: str = "",
     seconds: float = 0.0,
 ) -> Outcome:
     """The outcome of a law; a broken recommendation is advice."""
     if status == "failed" and law.advised:
         status = "advice"
-    return Outcome(law.name, status, law.statement, law.kind, reason, example, known, seconds)
+    return Outcome(law.name, status, law.statement, law.kind, reason, example, seconds)
 
 
 def ended(law: Law, cause: str) -> Outcome:

@@ -1,1 +1,1 @@
-"""Checking the laws: in this process, in a fork of it, or in a separate one."""
+"""Checking the laws: in this process, or in a separate one."""

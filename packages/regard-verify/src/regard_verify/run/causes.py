@@ -19,7 +19,7 @@ from regard_verify.report.report import Outcome
 _GRADIENTS = ("oracle_gradient", "fully_masked_backward")
 _RUNS = (  # the same code run in another way, or in another dtype
     "dtype_bound", "strides", "train_eval_agree", "needs_weights_agree", "autocast_precision",
-    "autocast_dtype", "default_dtype", "inplace_between_passes", "compile_agree",
+    "autocast_dtype", "default_dtype", "compile_agree",
     "compile_count", "dropout_stats", "dropout_in_eval", "reference_parity", "mla_absorbed",
     "zero_sizes",
 )  # fmt: skip
@@ -42,11 +42,10 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "runs": _ALL,
     "super_init": (),
     "named_heads": (),
-    "latent_positions": ("padding_side", *_STEPS),
     "eval_determinism": ("no_mutation", "no_alias", "state_dict", *_ALL),
     "no_mutation": ("state_dict", *_ALL),
     **dict.fromkeys(("no_alias", "oracle_forward"), _ALL),
-    "state_dict": ("dtype_bound", "inplace_between_passes"),
+    "state_dict": ("dtype_bound",),
     **dict.fromkeys(("train_eval_agree", "batch_invariance", "cross_attention", *_HEADS), _ALL),
     "dtype_bound": ("scale_closed_form", "convexity", *_VALUES),
     "convexity": ("scale_closed_form", "causality_exact", "causal_option", *_HEADS, *_HIDING,
@@ -70,7 +69,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "fully_masked_forward": (*_GRADIENTS, "zero_sizes"),
     "padding_content": ("padding_side", "masked_poison"),
     "documents_apart": (),
-    "oracle_gradient": (*_GRADIENTS, "inplace_between_passes"),
+    "oracle_gradient": _GRADIENTS,
     "dropout_in_eval": ("train_eval_agree", "dropout_stats"),
     "strides": ("compile_agree",),
     "reference_parity": (),
@@ -78,27 +77,10 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "decode_equals_full": ("drafts_dropped", *_STEPS),
     "chunked_prefill": ("drafts_dropped", *_STEPS),
     "drafts_dropped": (),
-    "inplace_between_passes": ("one_past_two_layers",),
-    "rope_layout": ("rope_norm_and_long",),
-    "cache_bounds": ("cache_state_machine",),
-    "quant_drift": ("cache_state_machine", "refused_step"),
-    "cache_state_machine": ("cache_no_alias", "refused_step"),
 }  # fmt: skip
 
 
 HALF = 2.0**-7  # the largest relative error of a value in bfloat16, with its sum
-
-_TOPICS = {  # the laws about one thing that a line of the subject does
-    "scale": "scale_closed_form",
-    "softmax": "score_shift convexity fully_masked_forward",
-    "dropout": "dropout_in_eval eval_determinism dropout_stats",
-    "mask": "mask_polarity mask_dtype mask_broadcast every_mask_argument padding_content",
-    "causal": "mask_and_causal causality_exact causal_option self_visible alignment_probe "
-    "window_edges",
-    "sharing": "gqa_order",
-    "cache": "decode_equals_full chunked_prefill one_past_two_layers memory_law",
-}
-TOPICS = {law: topic for topic, laws in _TOPICS.items() for law in laws.split()}
 
 
 def settled(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -177,16 +159,6 @@ def _hides_wrongly(broken: Mapping[str, Outcome]) -> bool:
     return any(j == int(named[1]) for _, j in wrong)
 
 
-def _switches_off(broken: Mapping[str, Outcome]) -> bool:
-    """Whether with a mask the mask alone is obeyed, and later keys are hidden without one."""
-    return "causality_exact" not in broken and _shows("mask_and_causal", "switches")(broken)
-
-
-def _reads_wrongly(broken: Mapping[str, Outcome]) -> bool:
-    """Whether weights fail to sum to 1 even without a mask: the visible keys are then not known."""
-    return _is_plain("convexity", broken)
-
-
 def _rounds(broken: Mapping[str, Outcome]) -> bool:
     """Whether the errors are as small as those of half precision."""
     return any(
@@ -250,7 +222,10 @@ _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
                          "mask_broadcast"),
     "gqa_order": (lambda broken: _shows("gqa_order", "tiled")(broken)
                   or not {"head_permutation", "convexity"} & set(broken), "visible_set_probe"),
-    "mask_and_causal": (_switches_off, "causal_option"),
+    "mask_and_causal": (  # the mask alone is obeyed, and later keys are hidden without one
+        lambda broken: "causality_exact" not in broken
+        and _shows("mask_and_causal", "switches")(broken), "causal_option",
+    ),
     "padding_side": (_shows("padding_side", "are 0 under the mask"), "padding_content"),
     "cross_attention": (  # keys that are lost are lost by their place
         lambda broken: not _shows("cross_attention", "order")(broken) or "convexity" not in broken,
@@ -264,6 +239,8 @@ _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
                        or _shows("visible_set_probe", " row ")(broken), "visible_set_probe"),
     "causality_exact": (lambda broken: "convexity" not in broken or "self_visible" in broken,
                         "visible_set_probe"),
-    "convexity": (_reads_wrongly, "visible_set_probe"),
+    "convexity": (  # without a mask: the visible keys are then not known
+        lambda broken: _is_plain("convexity", broken), "visible_set_probe",
+    ),
     "dtype_bound": (_rounds, "reference_parity"),
 }  # fmt: skip

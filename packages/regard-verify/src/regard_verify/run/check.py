@@ -69,29 +69,20 @@ def check(
         D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
     """
     own = like if isinstance(like, Conventions) else conventions_from(like or {})
-    _require_laws(only)
+    for each in only or ():
+        if each not in LAWS:
+            raise ValueError(f"no law is called {each!r}; see regard-verify --list")
     if not isinstance(subject, str):
         return _completed(_here(subject, own, only, quick, seed, progress), only)
-    _require_plain(own)
+    try:
+        json.dumps(own.declared())
+    except TypeError as error:
+        raise ValueError(
+            f"a named subject's conventions are numbers and texts, and {error}; give the object "
+            "itself, or name a function that builds it"
+        ) from error
     request = Request(subject, own.declared(), only, quick, seed, memory=memory, limit=limit)
     return _completed(run_separately(request, progress), only)
-
-
-def check_in_fork(subject: str, own: Conventions, *, progress: Progress, **asked: Any) -> Report:
-    """`check` of a named subject in a fork of this process, which must have computed nothing yet.
-
-    A fork has imported torch already, which takes a new process longer than all laws of `quick`.
-    `asked` are the other arguments of `check`.
-    """
-    _require_laws(asked["only"])
-    request = Request(subject, own.declared(), **asked)
-    return _completed(run_separately(request, progress, fork=True), asked["only"])
-
-
-def _require_laws(names: Sequence[str] | None) -> None:
-    for name in names or ():
-        if name not in LAWS:
-            raise ValueError(f"no law is called {name!r}; see regard-verify --list")
 
 
 def _completed(report: Report, only: Sequence[str] | None) -> Report:
@@ -122,17 +113,6 @@ def unjudged(report: Report) -> str:
     if judged_by_reference is not None and judged_by_reference.status == "passed":
         return ""
     return f"Its values and its scale were not judged: {asked.reason}. {REFERENCE}."
-
-
-def _require_plain(own: Conventions) -> None:
-    """Conventions are passed to the other process as JSON."""
-    try:
-        json.dumps(own.declared())
-    except TypeError as error:
-        raise ValueError(
-            f"a named subject's conventions are numbers and texts, and {error}; give the object "
-            "itself, or name a function that builds it"
-        ) from error
 
 
 def _here(

@@ -9,13 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from regard_verify.blame import files_of, line_of, own_error, said
+from regard_verify.blame import files_of, line_about, line_of, own_error, said
 from regard_verify.law import Broken, Counterexample, Law, NotApplicable, Trial
 from regard_verify.laws import LAWS
-from regard_verify.laws.built import with_dropout
 from regard_verify.report.report import Outcome, Report, outcome
-from regard_verify.run.causes import TOPICS
-from regard_verify.run.lines import lines_of
 from regard_verify.subject.subject import Subject, SubjectError
 
 LACKS = {  # why a law does not apply, by the ability that it needs
@@ -35,31 +32,12 @@ LACKS = {  # why a law does not apply, by the ability that it needs
     "scale": "its calls take no scale, softcap or bias",
     "reference": "no reference is declared",
 }
-THINGS = {  # abilities of a subject that is not attention
-    "cache_object": "cache",
-    "paged": "paged attention",
-    "rotation": "rotation",
-}
 FIRST = "eval_determinism"
 LAST = "default_dtype"  # a subject may keep tables that it computed under another default
-KNOWN = {  # defects of torch, and where they are reported
-    ("MultiheadAttention", "fully_masked_forward"): "pytorch#41508",
-    ("MultiheadAttention", "fully_masked_backward"): "pytorch#41508",
-    ("MultiheadAttention", "mask_and_causal"): "pytorch#99282",
-    ("MultiheadAttention", "causal_option"): "pytorch#99282",
-    ("MultiheadAttention", "needs_weights_agree"): "pytorch#99282",
-    ("scaled_dot_product_attention", "masked_poison"): "pytorch#103963",
-}
 
 
 def lacking(law: Law, subject: Subject) -> str | None:
     """Why a law does not apply; None if it does."""
-    needed = {name for need in law.needs for name in need.split("|")}
-    thing = next((name for name in THINGS if subject.has.any_of(name)), None)
-    if thing is not None:
-        return None if thing in needed else f"it is not about a {THINGS[thing]}"
-    if needed <= set(THINGS):
-        return "it is about caches, pages or rotations alone"
     for need in law.needs:
         if not subject.has.any_of(need):
             return next(LACKS[name] for name in need.split("|") if name in LACKS)
@@ -117,8 +95,9 @@ def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
     except NotApplicable as error:
         return outcome(law, "not applicable", reason=str(error))
     except Broken as error:
-        found = outcome(law, "failed", example=error.example, known=_known(subject, law))
-        return replace(found, line=_line(law, subject))
+        found = outcome(law, "failed", example=error.example)
+        forgot = subject.forgot_super if law.name == "super_init" else ""
+        return replace(found, line=forgot or line_about(law.name, subject.thing))
     except Exception as error:
         return _of_an_error(law, subject, error)
 
@@ -129,7 +108,8 @@ def _of_an_error(law: Law, subject: Subject, error: Exception) -> Outcome:
     if defect := defect_in(error, files):
         return outcome(law, "defect", reason=defect)
     if isinstance(error, SubjectError):
-        if isinstance(error.__cause__, NotImplementedError):
+        lacks = "no autograd formula" in str(error)  # an operator without a backward pass
+        if lacks or isinstance(error.__cause__, NotImplementedError):
             return outcome(law, "not applicable", reason=f"it refuses: {error}")
         cause = str(error)
     else:
@@ -150,27 +130,6 @@ def defect_in(error: BaseException, files: Collection[str] = ()) -> str:
     if raised is None or isinstance(raised, SyntaxError):  # of its file: it has no frame of its own
         return ""
     return own_error(raised, files)
-
-
-def _line(law: Law, subject: Subject) -> str:
-    """The line of the subject that does what the law is about, where it can be told."""
-    if law.name == "super_init":
-        return subject.forgot_super
-    topic = TOPICS.get(law.name)
-    if topic is None:
-        return ""
-    with contextlib.suppress(Exception), undisturbed():  # without a line the outcome is complete
-        if law.name == "dropout_in_eval" and subject.module is not None:
-            twin = with_dropout(subject, subject.module, 0.5)
-            subject = replace(subject, layer=subject.layer_of(twin))
-        return lines_of(subject).get(topic, "")
-    return ""
-
-
-def _known(subject: Subject, law: Law) -> str:
-    inner = type(subject.module).__name__ if subject.module is not None else ""
-    names = (inner, getattr(subject.thing, "__name__", ""))
-    return next((KNOWN[n, law.name] for n in names if (n, law.name) in KNOWN), "")
 
 
 @contextlib.contextmanager
@@ -221,20 +180,16 @@ def crash(error: Exception) -> Outcome | None:
     """The broken law `runs`, if the subject's code fails on every input; None if that is not
     known.
     """
-    tried = error.tried if isinstance(error, SubjectError) else ()
-    if not tried or not all(_fails(each) for each in tried):
+    if not isinstance(error, SubjectError) or not error.crashes:
         return None
-    cause = str(tried[0])
-    example = Counterexample("", "", "an output", "an error, as for all other shapes", cause)
-    return located(outcome(LAWS["runs"], "failed", example=example), tried[0])
-
-
-def _fails(error: SubjectError) -> bool:
-    """Whether a line of the subject raised an error that is no refusal."""
-    cause = error.__cause__
+    cause = error.__cause__  # a line of the subject raised it, and it is no refusal
     kinds = (NameError, AttributeError, TypeError, RuntimeError)
     accident = isinstance(cause, kinds) and not isinstance(cause, NotImplementedError)
-    return accident and "NoneType" not in str(cause) and bool(line_of(error))
+    if cause is None or not accident or "NoneType" in str(cause) or not error.line:
+        return None
+    text = f"it raised {said(cause)}"
+    example = Counterexample("", "", "an output", "an error, as for all other shapes", text)
+    return located(outcome(LAWS["runs"], "failed", example=example), error)
 
 
 def end_early(

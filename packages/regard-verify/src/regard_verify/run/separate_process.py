@@ -5,23 +5,20 @@ A new process then checks the rest.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Union
+from typing import Any
 
 from regard_verify.laws import LAWS
 from regard_verify.report.report import Report, ended, outcome, outcome_from
-from regard_verify.run import worker
 from regard_verify.run.in_process import end_early
 
 LOADING = 240.0  # seconds to import and probe a subject: large libraries are slow to import
@@ -30,10 +27,6 @@ SHORT = 10.0  # seconds for a law, at most, once another has hung
 PATIENCE = 4.0  # a limit of processor time is so many times longer in wall-clock time
 
 Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are
-
-
-Worker = Union["ForkedWorker", "subprocess.Popen[bytes]"]
-Start = Callable[[str, str, BinaryIO], Worker]  # the request, the answers, what it prints
 
 
 @dataclass
@@ -68,24 +61,15 @@ class Run:
     deaths: int = 0
 
 
-def run_separately(request: Request, progress: Progress, *, fork: bool = False) -> Report:
-    """The report on a named subject.
-
-    Args:
-        request: what the other process is to do.
-        progress: called with each law.
-        fork: whether the other process may be a fork of this one, which saves an import of torch:
-            if nothing was computed here, as by the command. With further threads it is none.
-    """
-    alone = sys.platform == "linux" and threading.active_count() == 1
-    start_worker: Start = ForkedWorker if fork and alone else _spawn_worker
+def run_separately(request: Request, progress: Progress) -> Report:
+    """The report on a named subject; `progress` is called with each law."""
     start = time.perf_counter()
     run = Run(Report(request.subject, declared=request.conventions, seed=request.seed))
     while not run.finished and run.deaths < DEATHS and not run.report.problem:
         request.skip = sorted(run.done)
         if run.deaths:
             request.limit = min(request.limit, SHORT)
-        _one_process(run, request, progress, start_worker)
+        _one_process(run, request, progress)
     if run.deaths >= DEATHS:
         reason = f"not checked: the subject hung or ended its process in {DEATHS} laws before"
         for law in LAWS.values():
@@ -95,15 +79,18 @@ def run_separately(request: Request, progress: Progress, *, fork: bool = False) 
     return run.report
 
 
-def _one_process(run: Run, request: Request, progress: Progress, start_worker: Start) -> None:
+def _one_process(run: Run, request: Request, progress: Progress) -> None:
     run.current = ""
     with tempfile.TemporaryDirectory(prefix="regard-verify-") as folder:
         requested, answers = Path(folder, "request.json"), Path(folder, "answers.jsonl")
         _check_room(Path(folder))
         requested.write_text(json.dumps(asdict(request)), encoding="utf-8")
         answers.touch()
+        command = [sys.executable, "-m", "regard_verify.run.worker", str(requested), str(answers)]
         with Path(folder, "printed.txt").open("wb") as printed:
-            process = start_worker(str(requested), str(answers), printed)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=_variables()
+            )
             try:
                 too_long = _follow(run, process, answers, request.limit, progress)
             finally:
@@ -113,48 +100,6 @@ def _one_process(run: Run, request: Request, progress: Progress, start_worker: S
         if not run.finished and not run.report.problem:
             _check_room(Path(folder))  # or the other process ended since it could not answer
             _ended(run, process.wait(), too_long, _last_line(Path(folder, "printed.txt")))
-
-
-def _spawn_worker(request: str, answers: str, printed: BinaryIO) -> "subprocess.Popen[bytes]":
-    """A new Python that runs the worker."""
-    command = [sys.executable, "-m", "regard_verify.run.worker", request, answers]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=_variables()
-    )
-
-
-class ForkedWorker:
-    """A fork of this process that runs the worker, with the methods of `Popen` that are used."""
-
-    def __init__(self, request: str, answers: str, printed: BinaryIO) -> None:
-        make: Any = multiprocessing.get_context("fork").Process
-        self.process = make(target=_work, args=(request, answers, printed.fileno()))
-        self.process.start()
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-        code: int | None = self.process.exitcode
-        return code
-
-    def wait(self) -> int:
-        """Wait until the process has ended; returns its exit code."""
-        self.process.join()
-        return int(self.process.exitcode)
-
-    def kill(self) -> None:
-        """End it, if it runs."""
-        self.process.kill()
-
-
-def _work(request: str, answers: str, printed: int) -> None:
-    """Run the worker in a fork, with its input and output as a new Python would have them."""
-    sys.path.insert(0, str(Path.cwd()))  # as of `python -m`
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for descriptor in (1, 2):
-        os.dup2(printed, descriptor)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-    sys.argv = [sys.argv[0], request, answers]
-    worker.main(request, answers)
 
 
 def _check_room(folder: Path) -> None:
@@ -175,7 +120,9 @@ def _variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
 
 
-def _follow(run: Run, process: Worker, answers: Path, limit: float, progress: Progress) -> str:
+def _follow(
+    run: Run, process: "subprocess.Popen[bytes]", answers: Path, limit: float, progress: Progress
+) -> str:
     """Read events until the process ends or takes too long: then what it took, in words.
 
     The worker ends itself by SIGPROF when a law has used `limit` seconds of processor time, which

@@ -1,30 +1,19 @@
-"""Adapters: attention of transformers and of regard as modules from x to output.
+"""Adapters: models of transformers and layers of regard as modules from x to output.
 
-They take more than x: rotary tables, masks of another type, cache objects. Here each becomes a
-module that takes x, a mask and a cache. This suite does not import regard: whoever has a layer of
-regard has imported it, and its masks and caches are taken from there.
+They take more than x: masks of another type, cache objects. Here each becomes a module that takes
+x, a mask and a cache. This suite does not import regard: whoever has a layer of regard has imported
+it, and its masks and caches are taken from there.
 """
 
-import copy
-import importlib
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard_verify.subject.configurations import TINY
-from regard_verify.subject.guesses import HEADS
-from regard_verify.subject.mask_forms import parameters_of
 from regard_verify.subject.subject import SubjectError, called
-
-LATENT = {
-    "num_key_value_heads": HEADS, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
-}  # fmt: skip
 
 
 class Adapter(nn.Module):
@@ -51,60 +40,6 @@ class Adapter(nn.Module):
         from transformers import DynamicCache
 
         return DynamicCache()
-
-
-class TransformersAttention(Adapter):
-    """An attention module of transformers as `forward(x, attention_mask, cache, past)`.
-
-    While `rotating` is False its rotary tables are 1 and 0, so that nothing is rotated.
-    """
-
-    hidden = "min"
-
-    def __init__(self, inner: Any) -> None:
-        scaling = getattr(inner, "scaling", None)
-        super().__init__(
-            inner, mask="attention_mask", polarity="additive", mask_shape="B1LS",
-            mask_dtype="float", scale=float(scaling) if isinstance(scaling, (int, float)) else None,
-            softcap=getattr(inner, "attn_logit_softcapping", None) or 0.0,
-        )  # fmt: skip
-        self.config = inner.config
-        self.rotating = True
-        self.rotary = _rotary_of(inner)
-        self.names = set(parameters_of(inner.forward))
-
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None = None, cache: Any = None, past: int = 0
-    ) -> Tensor:
-        """The output alone."""
-        given: dict[str, Any] = {"attention_mask": attention_mask}
-        if "position_embeddings" in self.names:
-            given["position_embeddings"] = self._tables(x, past)
-        if cache is not None:
-            given["past_key_values"] = cache
-        out = self.inner(x, **given)
-        return out[0] if isinstance(out, tuple) else out
-
-    def _tables(self, x: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        if self.rotary is None:
-            raise SubjectError("it needs position_embeddings, and its file has no RotaryEmbedding")
-        positions = torch.arange(past, past + x.shape[1])[None].expand(x.shape[0], -1)
-        names = parameters_of(self.rotary.forward)
-        kinds = (
-            {"layer_type": getattr(self.inner, "layer_type", None)} if "layer_type" in names else {}
-        )
-        cos, sin = self.rotary(x, positions, **kinds)
-        if self.rotating:
-            return cos, sin
-        return torch.ones_like(cos), torch.zeros_like(sin)
-
-
-def _rotary_of(inner: Any) -> Any:
-    home = sys.modules[type(inner).__module__]
-    for name in dir(home):
-        if name.endswith("RotaryEmbedding"):
-            return called(getattr(home, name), inner.config)
-    return None
 
 
 class TransformersModel(Adapter):
@@ -190,50 +125,16 @@ def is_of(library: str, found: Any) -> bool:
     return module.split(".")[0] == library
 
 
-def adapted(module: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
-    """The module in its adapter, if it is of regard or transformers."""
+def adapted(module: nn.Module) -> nn.Module:
+    """The module in its adapter, if it is a layer of regard or a model of transformers."""
     if is_of("regard", module):
         return RegardLayer(module)
-    if is_of("transformers", module) and hasattr(module, "config"):
-        return transformers_module(module, arguments)
+    if is_of("transformers", module):
+        for name, parameter in module.named_parameters():
+            if name.endswith("sinks"):  # left uninitialised by the constructor
+                nn.init.normal_(parameter)
+        return TransformersModel(module) if hasattr(module, "base_model_prefix") else module
     return module
-
-
-def transformers_module(found: Any, arguments: Mapping[str, Any]) -> nn.Module:
-    """A class, module or model of transformers as a module of this suite.
-
-    Raises:
-        SubjectError: if it cannot be built.
-    """
-    if isinstance(found, type):
-        torch.manual_seed(0)
-        found = _built(found, arguments)
-    for name, parameter in found.named_parameters():
-        if name.endswith("sinks"):  # left uninitialised by the constructor
-            nn.init.normal_(parameter)
-    model = hasattr(found, "base_model_prefix")
-    return (TransformersModel(found) if model else TransformersAttention(found)).eval()
-
-
-def _built(made_by: type, arguments: Mapping[str, Any]) -> Any:
-    one = {"num_hidden_layers": 1} if hasattr(made_by, "base_model_prefix") else {}
-    sizes = {**TINY, **one, **(LATENT if "Deepseek" in made_by.__name__ else {}), **arguments}
-    config = called(_config_class(made_by), **sizes)
-    config._attn_implementation = sizes.get("attn_implementation", "eager")
-    names = parameters_of(made_by)
-    layer = {"layer_idx": 0} if "layer_idx" in names else {}
-    return called(made_by, config, **layer)
-
-
-def _config_class(made_by: Any) -> Any:
-    given = getattr(made_by, "config_class", None)
-    if isinstance(given, type):
-        return given
-    home = importlib.import_module(made_by.__module__)
-    names = [n for n in dir(home) if n.endswith("Config") and made_by.__name__.startswith(n[:-6])]
-    if not names:
-        raise SubjectError(f"{made_by.__module__} has no configuration for {made_by.__name__}")
-    return getattr(home, max(names, key=len))
 
 
 def model_folder(path: Path) -> nn.Module:
@@ -256,13 +157,4 @@ def model_folder(path: Path) -> nn.Module:
     model = called(
         made_by.from_pretrained, path, **local, use_safetensors=True, dtype=torch.float32
     )
-    return transformers_module(model, {})
-
-
-def neutral(module: nn.Module) -> nn.Module:
-    """The module without rotation, where that is possible, with the same weights."""
-    if not hasattr(module, "rotating"):
-        return module
-    twin: Any = copy.copy(module)  # shares the children
-    twin.rotating = False
-    return cast(nn.Module, twin)
+    return TransformersModel(model).eval()

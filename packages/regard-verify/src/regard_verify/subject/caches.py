@@ -1,111 +1,99 @@
-"""A cache behind four methods: append, truncate, reorder, length."""
+"""The caches that a layer is given: how they are made, and what they hold."""
 
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from regard_verify.law import Trial
-from regard_verify.subject.guesses import role_of
-from regard_verify.subject.signatures import parameters_of, required_of
-from regard_verify.subject.subject import CacheMethods, Subject, SubjectError, called
+from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.configurations import annotations_of, arguments_of
+from regard_verify.subject.construct import build
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.guesses import SIZES, role_of
+from regard_verify.subject.lookup import named_beside
+from regard_verify.subject.positions import Positioned
+from regard_verify.subject.signatures import parameters_of
+from regard_verify.subject.subject import SubjectError
+
+Maker = Callable[[], Any]
+
+
+def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tuple[Maker, bool]]:
+    """Makers of caches for an argument of a layer, the likeliest first.
+
+    Each comes with whether its caches are of all layers: those that are declared are asked what
+    happens if two layers share one, others only if they are given the index of a layer.
+
+    Args:
+        module: the layer, or its adapter.
+        argument: the name of its argument.
+        declared: a function or class, or its name in the file; None if nothing is declared.
+        beside: the file.
+    """
+    if declared is not None:
+        made_by = declared if callable(declared) else named_beside(beside, declared)
+        return [(_maker(module, made_by) if isinstance(made_by, type) else made_by, True)]
+    if isinstance(module, Adapter) and not isinstance(module, Positioned):
+        return [(module.new_cache, True)]
+    inner = module.inner if isinstance(module, Adapter) else module
+    found = _annotated(inner, argument)
+    found += [each for each in vars(beside).values() if _is_cache(each)] if beside else []
+    if argument.startswith("past_key_value") and importlib.util.find_spec("transformers"):
+        from transformers import DynamicCache
+
+        found.append(DynamicCache)
+    return [(_maker(module, each), _of_layers(each)) for each in dict.fromkeys(found)]
+
+
+def _of_layers(made_by: type) -> bool:
+    """Whether its update is given the index of a layer."""
+    update = getattr(made_by, update_of(made_by))
+    return any(role_of(name) in ("layer index", "layers") for name in parameters_of(update))
+
+
+def is_annotated(module: Any, argument: str) -> bool:
+    """Whether an argument of a layer is annotated with a class of caches."""
+    return bool(_annotated(module.inner if isinstance(module, Adapter) else module, argument))
+
+
+def _annotated(inner: Any, argument: str) -> list[type]:
+    annotated = annotations_of(inner.forward).get(argument)
+    parts = getattr(annotated, "__args__", (annotated,))  # of `Cache | None`
+    return [each for each in parts if isinstance(each, type) and _is_cache(each)]
+
+
+def _is_cache(each: Any) -> bool:
+    if not isinstance(each, type) or not update_of(each):
+        return False
+    return getattr(each, "forward", nn.Module.forward) is nn.Module.forward
+
+
+def _maker(module: Any, made_by: type) -> Maker:
+    return partial(_made, module, made_by)
+
+
+def _made(module: Any, made_by: type) -> Any:
+    """A cache of the sizes that the layer has."""
+    inner = module.inner if isinstance(module, Adapter) else module
+    held = {role_of(name): value for name, value in vars(inner).items() if type(value) is int}
+    held.setdefault("key heads", held.get("heads", 0))
+    roles = {name: role_of(name) for name in arguments_of(made_by)}
+    sizes = {n: held[role] for n, role in roles.items() if role in SIZES and held.get(role)}
+    settings = getattr(inner, "config", None)
+    if settings is not None and "config" in roles:
+        sizes["config"] = settings
+    try:
+        return build(made_by, Conventions(arguments=sizes)).made
+    except SubjectError:
+        return build(made_by, Conventions()).made
+
 
 TRUNCATES = ("truncate", "crop", "trim", "rollback")
 BY_AMOUNT = ("trim", "rollback")  # how many tokens are dropped, not how many are kept
-REORDERS = ("reorder", "reorder_cache", "select", "batch_select_indices")
 UPDATES = ("update", "append", "extend", "add", "store", "push", "put", "concat")
-LENGTHS = ("length", "get_seq_length", "seq_len", "offset", "size", "current_length", "__len__")
 POSITIONS = ("input_pos", "pos", "positions", "cache_position", "start_pos", "position_ids")
-HEADS, DIM = 2, 4  # of the keys and values that a cache is tested with
-
-
-@dataclass
-class Store:
-    """One cache, the names of its methods, and the number of tokens that were appended."""
-
-    held: Any
-    methods: CacheMethods
-    tokens: int = 0
-
-    def append(self, k: Tensor, v: Tensor, *, copied: bool = True) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, G, L, D], or copies of them; returns all visible ones."""
-        if copied:
-            k, v = k.clone(), v.clone()
-        update = getattr(self.held, self.methods.update)
-        got = _both(called(update, *self._given(update, k, v)))
-        self.tokens += k.shape[2]
-        if self.methods.padded:
-            length = self._counted()
-            return got[0][:, :, :length], got[1][:, :, :length]
-        return got
-
-    def _counted(self) -> int:
-        """The number of tokens, by its own count if it has one."""
-        try:
-            return self.length
-        except SubjectError:
-            return self.tokens
-
-    def _given(self, update: Any, k: Tensor, v: Tensor) -> list[Any]:
-        """The arguments of its update in their order: keys, values, the layer, positions."""
-        given: list[Any] = []
-        pairs = [k, v]
-        for name, each in parameters_of(update).items():
-            if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.KEYWORD_ONLY):
-                break
-            if name in POSITIONS:
-                start = self._counted()
-                by_number = "start" in name or each.annotation in (int, "int")
-                given.append(start if by_number else torch.arange(start, start + k.shape[2]))
-            elif role_of(name) in ("layer index", "layers"):
-                given.append(0)
-            elif pairs:
-                given.append(pairs.pop(0))
-            elif each.default is each.empty:
-                given.append({} if "kwargs" in name else None)
-            else:
-                break
-        return [*given, *pairs]
-
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-        assert self.methods.truncate is not None
-        amount = self.length - length if self.methods.by_amount else length
-        amount = -amount if self.methods.negative else amount
-        called(getattr(self.held, self.methods.truncate), amount)
-        self.tokens = length
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        assert self.methods.reorder is not None
-        called(getattr(self.held, self.methods.reorder), rows)
-
-    @property
-    def length(self) -> int:
-        """The number of tokens, by its own count."""
-        for name in LENGTHS:
-            if hasattr(self.held, name):
-                found = getattr(self.held, name)
-                layer = [0] if callable(found) and required_of(found) else []
-                return int(called(found, *layer) if callable(found) else found)
-        raise SubjectError("it has no count of its tokens")
-
-    def storage(self) -> int:
-        """Bytes of all storages that it refers to."""
-        return storage_bytes(self.held)
-
-
-def _both(result: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values in what `update` returned: two tensors, or parts with streams."""
-    if isinstance(result, (tuple, list)) and result and hasattr(result[0], "streams"):
-        k, v = (torch.cat([part.streams[i] for part in result], 2) for i in range(2))
-        return k, v
-    if isinstance(result, (tuple, list)) and len(result) >= 2:
-        k, v = result[0], result[1]
-        if isinstance(k, Tensor) and isinstance(v, Tensor):
-            return k, v
-    raise SubjectError("its update returned no keys and values")
 
 
 def storage_bytes(held: Any) -> int:
@@ -131,16 +119,6 @@ def _tensors(held: Any, visited: set[int]) -> list[Tensor]:
     return [x for each in inside if not callable(each) for x in _tensors(each, visited)]
 
 
-def new_store(subject: Subject) -> Store:
-    """A new cache behind the four methods."""
-    return Store(called(subject.thing), subject.cache_methods)
-
-
-def new_tokens(trial: Trial, length: int, batch: int = 1) -> list[Tensor]:
-    """Random keys and values [B, G, L, D] of `length` tokens."""
-    return [trial.randn(batch, HEADS, length, DIM) for _ in "kv"]
-
-
 def update_of(made_by: Any) -> str:
     """The method of a class that takes keys and values and returns all of them; "" if none does.
 
@@ -157,79 +135,3 @@ def update_of(made_by: Any) -> str:
         if callable(method) and first == ["k", "v"]:
             return name
     return ""
-
-
-def probe_store(subject: Subject) -> None:
-    """Find the names of the cache's methods, and what the argument of its truncation means."""
-    held = called(subject.thing)
-    truncate = next((n for n in TRUNCATES if hasattr(held, n)), None)
-    reorder = next((n for n in REORDERS if hasattr(held, n)), None)
-    update = update_of(type(held)) or "update"
-    store = Store(called(subject.thing), CacheMethods(truncate, reorder, update=update))
-    k, v = new_tokens(Trial("store"), 5, batch=2)
-    got, _ = store.append(k, v)
-    if got.shape[2] > 5 and (store.length == 5 if _counts(store) else _is_empty(got[:, :, 5:])):
-        store.methods = store.methods._replace(padded=True)
-        subject.inferred["capacity"] = f"{got.shape[2]} places, of which the first are used"
-        got = got[:, :, :5]
-    subject.rounding = _rounding(got, k)
-    if subject.rounding:
-        subject.inferred["rounding"] = f"{subject.rounding:.1%} of the largest value"
-    has = subject.has
-    has.cache_length, has.cache_reorder = _counts(store), reorder is not None
-    has.cache_truncate = truncate is not None and has.cache_length
-    if truncate and has.cache_truncate:
-        methods = _truncation(store.methods, subject)
-        has.cache_truncate, store.methods = methods is not None, methods or store.methods
-    subject.cache_methods = store.methods
-    subject.inferred["methods"] = ", ".join(filter(None, (update, truncate, reorder)))
-
-
-def _rounding(got: Tensor, k: Tensor) -> float:
-    """The allowed error of a cache that rounds: twice the error here, as a share; 0 if exact."""
-    if got.shape != k.shape:
-        return 0.0
-    error = float((got - k).abs().max() / k.abs().max())
-    return 2 * error if error < 0.1 else 0.0
-
-
-def _is_empty(places: Tensor) -> bool:
-    """Whether the places after the first five hold nothing yet."""
-    return not bool(places.any())
-
-
-def _counts(store: Store) -> bool:
-    try:
-        return store.length >= 0
-    except SubjectError:
-        return False
-
-
-def _truncation(methods: CacheMethods, subject: Subject) -> CacheMethods | None:
-    """The meaning of the argument of `truncate`: the number of tokens to keep, or to drop, perhaps
-    with a minus sign; None if the cache cannot be truncated.
-
-    Tried on 5 tokens: after `truncate(1)`, 1 or 4 of them are left.
-    """
-    ways = {
-        "a length to keep": (methods, 1, 1),
-        "the number of tokens to drop": (methods._replace(by_amount=True), 1, 4),
-        "the number of tokens to drop, with a minus": (
-            methods._replace(by_amount=True, negative=True), -1, 4,
-        ),
-    }  # fmt: skip
-    refused, left = [], dict[str, int]()
-    for words, (_, argument, _) in ways.items():
-        store = Store(called(subject.thing), methods)
-        store.append(*new_tokens(Trial("store"), 5, batch=2))
-        try:
-            called(getattr(store.held, str(methods.truncate)), argument)
-            left[words] = store.length
-        except SubjectError:
-            refused.append(words)
-    found = next((words for words, each in ways.items() if left.get(words) == each[2]), None)
-    if found is None and "a length to keep" in refused:
-        return None
-    found = found or "a length to keep"  # it keeps another number: laws report that
-    subject.inferred["truncation"] = f"{methods.truncate}({found})"
-    return ways[found][0]

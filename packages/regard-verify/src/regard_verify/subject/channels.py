@@ -41,8 +41,6 @@ class Roles:
         left_out: query and key channels that stay 0: keys that all heads share, beside keys of each
             head, as those that carry positions in latent attention.
         others: how many query channels of each head are left out.
-        other_queries: the query channels of each head that are left out, [H][R].
-        other_keys: the key channels that are left out and shared, in the same order, [R].
     """
 
     queries: list[list[int]]
@@ -53,8 +51,6 @@ class Roles:
     opened: float = 1.0
     left_out: list[int] = field(default_factory=list)
     others: int = 0
-    other_queries: list[list[int]] = field(default_factory=list)
-    other_keys: list[int] = field(default_factory=list)
 
     @property
     def cut(self) -> str:
@@ -299,7 +295,10 @@ def _roles(
         for readers, channels in _by_readers(kinds.keys, shared).items()
         if len(readers) == many
     }
-    by_key = [{partners[c]: c for c in kinds.queries if _reads(kinds, c, head)} for head in heads]
+    by_key = [
+        {partners[c]: c for c in kinds.queries if torch.equal(kinds.moved[c], head)}
+        for head in heads
+    ]
     queries: list[list[int]] = [[] for _ in heads]
     for readers, channels in own.items():
         for head in readers:
@@ -310,17 +309,13 @@ def _roles(
         return None
     used = {c for part in (*queries, *keys) for c in part}
     left_out = [c for c in (*kinds.queries, *kinds.keys) if c not in used]
-    other_keys = [c for c in kinds.keys if c not in used]
-    other_queries = [[mine[key] for key in other_keys if key in mine] for mine in by_key]
-    if any(len(each) != len(other_keys) for each in other_queries):
+    others = [c for c in kinds.keys if c not in used]
+    if any(not set(others) <= set(mine) for mine in by_key):
         return None
     queries, keys, values, outputs = (
         sorted(part, key=min) for part in (queries, keys, values, outputs)
     )
-    return Roles(
-        queries, keys, values, outputs, kinds.gates, opened, left_out, len(other_keys),
-        sorted(other_queries) if other_keys else [], other_keys,
-    )  # fmt: skip
+    return Roles(queries, keys, values, outputs, kinds.gates, opened, left_out, len(others))
 
 
 def _by_readers(
@@ -331,10 +326,6 @@ def _by_readers(
     for channel in of:
         found.setdefault(shared[channel], []).append(channel)
     return found
-
-
-def _reads(kinds: _Kinds, channel: int, head: Tensor) -> bool:
-    return torch.equal(kinds.moved[channel], head)
 
 
 def _even(

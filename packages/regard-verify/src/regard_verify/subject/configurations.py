@@ -25,26 +25,21 @@ from regard_verify.subject.guesses import (
     is_short,
     role_of,
 )
-from regard_verify.subject.mask_forms import parameters_of
+from regard_verify.subject.signatures import EMPTY, parameters_of
 
 TINY = {  # sizes for configurations of transformers
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM, "intermediate_size": 16, "vocab_size": 40, "num_hidden_layers": 2,
+    "head_dim": HEAD_DIM, "intermediate_size": 16, "vocab_size": 40, "num_hidden_layers": 1,
     "max_position_embeddings": CONTEXT, "sliding_window": None, "attention_dropout": 0.0,
     "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "pad_token_id": 0,
 }  # fmt: skip
-USUAL: dict[str, Any] = {  # settings of transformers whose names say something else
-    "_attn_implementation": "eager", "rope_scaling": None, "sliding_window": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "rope_type": "default",
-    "partial_rotary_factor": 1.0, "rotary_pct": 1.0, "pretraining_tp": 1, "clip_qkv": None,
-    "attn_logit_softcapping": None, "query_pre_attn_scalar": HEAD_DIM, "scale_attn_weights": True,
-    "layer_types": ["full_attention", "full_attention"], "position_embedding_type": "absolute",
-    "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+LATENT = {  # those of latent attention
+    "num_key_value_heads": HEADS, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
 }  # fmt: skip
-_NESTED = ("attention", "attn", "model", "transformer", "decoder", "encoder", "backbone", "arch")
 _NAMES = re.compile(r"(^|_)(config|cfg|args|conf|params|hparams|hp|opts?|configuration)$", re.I)
 _CLASSES = re.compile(r"(config|args|params|conf|configuration|hparams)$", re.I)
-EMPTY = inspect.Parameter.empty
+PLAIN = (int, float, bool, str, dict, object, Any, SimpleNamespace, Mapping)
 
 
 @dataclasses.dataclass
@@ -52,41 +47,24 @@ class Guesser:
     """The values that arguments get: by what they stand for, or their defaults.
 
     Attributes:
-        values: by what an argument stands for, as `VALUES`.
-        resize: whether sizes get these values even where they have a default.
-        dropout: what every probability of dropout becomes; None to leave defaults.
-        own_classes: whether the file's own class of configurations is used.
+        resize: whether sizes get the values of `VALUES` even where they have a default.
     """
 
-    values: Mapping[str, Any] = dataclasses.field(default_factory=lambda: VALUES)
     resize: bool = False
-    dropout: float | None = None
-    own_classes: bool = True
 
     def value(self, name: str, annotation: Any, default: Any) -> Any:
         """The value for an argument: its default, a guess, or `EMPTY` where nothing is known."""
         role = role_of(name, annotation)
-        settable = default is EMPTY or default is None or _is_number(default)
-        if role == "dropout" and self.dropout is not None and settable:
-            return self.dropout
         if role == "layer index" and default is None:
             return 0
         if is_short(name, default):
-            return self.values["length"]
-        if default is not EMPTY and not (self.resize and role in SIZES and _is_number(default)):
+            return VALUES["length"]
+        number = isinstance(default, (int, float)) and not isinstance(default, bool)
+        if default is not EMPTY and not (self.resize and role in SIZES and number):
             return default
-        if role == "dtype":
-            return torch.float32
-        may_be_none = type(None) in getattr(annotation, "__args__", ())
-        if name in USUAL and (USUAL[name] is not None or may_be_none):
-            return USUAL[name]
         if role is None:
-            return None if may_be_none else EMPTY
-        return self.values[role]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+            return None if type(None) in getattr(annotation, "__args__", ()) else EMPTY
+        return torch.float32 if role == "dtype" else VALUES[role]
 
 
 class Configuration(dict[str, Any]):
@@ -94,30 +72,18 @@ class Configuration(dict[str, Any]):
 
     Examples:
         >>> config = Configuration({"n_embd": 48})
-        >>> config.hidden_size, config["n_head"], config.get("drop_rate", 0.1)
+        >>> config.n_embd, config["n_head"], config.get("drop_rate", 0.1)
         (48, 4, 0.1)
     """
 
-    _guesser = Guesser()
-
     def __missing__(self, name: str) -> Any:
-        value = USUAL.get(name, self._alike(name))
-        if value is EMPTY and name in _NESTED:
-            value = configuration({}, self._guesser)
-        if value is EMPTY and not name.startswith("_"):
-            value = self._guesser.value(name, None, EMPTY)
+        value = EMPTY if name.startswith("_") else Guesser().value(name, None, EMPTY)
         if value is EMPTY:
             raise KeyError(
                 f"the guessed configuration has no {name!r}; {how({'config': {name: '...'}})}"
             )
         self[name] = value
         return value
-
-    def _alike(self, name: str) -> Any:
-        """The size that it holds under another name; `EMPTY` without one."""
-        role = role_of(name)
-        alike = (held for other, held in self.items() if role_of(other) == role and held)
-        return next((x for x in alike if type(x) is int), EMPTY) if role in SIZES else EMPTY
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -128,44 +94,23 @@ class Configuration(dict[str, Any]):
             raise AttributeError(error.args[0]) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_guesser":
-            super().__setattr__(name, value)
-        else:
-            self[name] = value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value; of what it lacks only sizes are guessed where there is a default."""
-        if dict.__contains__(self, name):
-            return self[name]
-        if default is None or role_of(name) in SIZES:
-            try:
-                return self[name]
-            except KeyError:
-                return default
-        return self._guesser.value(name, None, default)
-
-    def __contains__(self, name: object) -> bool:
-        known = isinstance(name, str) and (role_of(name) in SIZES or role_of(name) == "dropout")
-        return known or super().__contains__(name)
+        self[name] = value
 
 
-def configuration(values: Mapping[str, Any], guesser: Guesser) -> Configuration:
+def configuration(values: Mapping[str, Any]) -> Configuration:
     """A configuration that holds these values, with configurations for mappings in them."""
-    made = Configuration(
-        (name, configuration(value, guesser) if isinstance(value, Mapping) else value)
+    return Configuration(
+        (name, configuration(value) if isinstance(value, Mapping) else value)
         for name, value in values.items()
     )
-    made._guesser = guesser
-    for name, value in made.items():
-        made[name] = value if value is None else guesser.value(name, None, value)
-    return made
 
 
 def how(arguments: Mapping[str, Any]) -> str:
     """A sentence: how to declare these arguments on the command line and in the file."""
     text = json.dumps(arguments).replace('"..."', "...")
     return (
-        f"declare it: --like 'arguments={text}', or {DECLARED} = {{'arguments': ...}} in its file"
+        f"declare it: --like 'arguments={text}', or {DECLARED} = {{'arguments': ...}} in its file, "
+        "or name a function without arguments that builds it"
     )
 
 
@@ -178,9 +123,6 @@ def takes_configuration(name: str, annotation: Any) -> bool:
     return bool(_NAMES.search(name))
 
 
-PLAIN = (int, float, bool, str, dict, object, Any, SimpleNamespace, Mapping)
-
-
 def is_configuration(made_by: type) -> bool:
     """Whether a class holds settings: a dataclass, or one that is called a configuration."""
     holds = dataclasses.is_dataclass(made_by) or hasattr(made_by, "model_fields")
@@ -189,28 +131,17 @@ def is_configuration(made_by: type) -> bool:
 
 
 def class_beside(made_by: Any) -> type | None:
-    """The class of configurations in the file of a class, if there is one."""
-    home = sys.modules.get(getattr(made_by, "__module__", ""))
-    found = [
-        each
-        for each in vars(home).values()
-        if isinstance(each, type) and is_configuration(each) and each.__module__ == home.__name__
-    ] if home else []  # fmt: skip
-    return found[0] if len(found) == 1 else None
+    """The class of configurations in the file of a class, if there is one.
 
-
-def settings_beside(made_by: Any) -> Mapping[str, Any]:
-    """The dictionary of settings in the file of a class, if there is one."""
-    home = sys.modules.get(getattr(made_by, "__module__", ""))
-    found = [
-        each
-        for name, each in (vars(home) if home else {}).items()
-        if isinstance(each, dict) and _NAMED_SETTINGS.search(name) and name != DECLARED
-    ]
-    return found[0] if len(found) == 1 else {}
-
-
-_NAMED_SETTINGS = re.compile(r"config|cfg|hparams|params|settings", re.I)
+    In files of transformers it is imported, and has the first words of the name of the class.
+    """
+    name = getattr(made_by, "__module__", "")
+    held = [x for x in vars(sys.modules.get(name, object)).values() if isinstance(x, type)]
+    own = [each for each in held if is_configuration(each) and each.__module__ == name]
+    for each in (each for each in held if hasattr(each, "model_type")):
+        if made_by.__name__.startswith(each.__name__.removesuffix("Config")):
+            return each
+    return own[0] if len(own) == 1 else None
 
 
 def annotations_of(made_by: Any) -> dict[str, Any]:

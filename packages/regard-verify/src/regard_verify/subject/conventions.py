@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-Kind = Literal["function", "module", "cache", "paged", "rope"]
+Kind = Literal["function", "module", "paged"]
 
 DECLARED = "regard_conventions"  # the name of a dictionary of conventions in the subject's file
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "kind": ("function", "module", "cache", "paged", "rope"),
+    "kind": ("function", "module", "paged"),
     "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE"),
     "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD"),
     "polarity": ("keep", "drop", "additive"),
@@ -32,8 +32,8 @@ class Conventions:
     reported.
 
     Args:
-        kind: `"function"` of (q, k, v), `"module"` from x, `"cache"`, `"paged"` function, or
-            `"rope"`, a function of (x, positions).
+        kind: `"function"` of (q, k, v), `"module"` from x, or `"paged"`, a function
+            of queries and pages.
         arguments: of the class or of the factory.
         options: further arguments of every call.
         layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"`; of a module
@@ -70,7 +70,6 @@ class Conventions:
         new_cache: name of a function or class in the subject's file that makes a cache.
         cache_bytes: bytes for one token and one row of the batch, at most.
         window_argument: name of the argument for a window.
-        capacity: tokens of a cache.
         reference: name of a function or module in the subject's file that returns the right output.
 
     Raises:
@@ -115,7 +114,6 @@ class Conventions:
     new_cache: str | None = None
     cache_bytes: float | None = None
     window_argument: str | None = None
-    capacity: int | None = None
     reference: str | None = None
 
     def __post_init__(self) -> None:

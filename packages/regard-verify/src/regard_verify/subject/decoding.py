@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from regard_verify.law import Trial
 from regard_verify.subject.adapters import Adapter
-from regard_verify.subject.cache_makers import is_annotated, makers_of
-from regard_verify.subject.caches import content_of
+from regard_verify.subject.caches import content_of, is_annotated, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
-from regard_verify.subject.subject import Stepper, Subject, SubjectError, called
+from regard_verify.subject.subject import Subject, SubjectError, called
 
 STARTS = ("start_pos", "offset", "past_length", "past", "position_offset")
 POSITIONS = ("input_pos", "positions", "position_ids", "cache_position")
@@ -76,13 +75,9 @@ class Steps:
         held = state.held if self.style != "tuple" else _returned_cache(result)
         return self.call.out(result, x), CacheState(held, length)
 
-    def stepper(self) -> Stepper:
-        """The same for the laws, without what it is made of."""
-        return Stepper(self.new, self.step, self.style, self.follow, self.of)
-
-    def of(self, module: nn.Module) -> Stepper:
+    def of(self, module: nn.Module) -> "Steps":
         """The same way of passing a cache, with another module of the same kind."""
-        return replace(self, call=replace(self.call, module=module)).stepper()
+        return replace(self, call=replace(self.call, module=module))
 
     def keep(self, before: int, new: int) -> Tensor | None:
         """The causal mask of a step, where the layer is not causal by itself."""
@@ -176,7 +171,7 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
 def _use(steps: Steps, subject: Subject) -> None:
     found = {"cache": steps.argument, "cache_style": steps.style}
     subject.conventions = subject.conventions.found(**found)
-    subject.stepper = steps.stepper()
+    subject.stepper = steps
     subject.has.unusable_cache, subject.has.cache = False, True
     subject.inferred["cache"] = f"{steps.argument or 'in the layer'}, {steps.style}"
 
@@ -254,7 +249,6 @@ def _starts(taken: Mapping[str, inspect.Parameter]) -> list[str]:
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
     """The output for x, computed in pieces of these lengths with a cache."""
-    assert subject.stepper is not None
     state, pieces = subject.stepper.new(), []
     for piece in x.split(cuts, dim=1):
         out, state = subject.stepper.step(piece, state)

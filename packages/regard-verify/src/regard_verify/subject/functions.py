@@ -67,8 +67,6 @@ class FunctionCall:
         layout: of its inputs.
         returns: the layout of its output.
         names: its arguments for options.
-        dropout_is_a_module: whether its dropout is an `nn.Dropout` and no probability.
-        forward_only: whether it has no backward pass.
         spare: masks that it requires and that are None in every call.
     """
 
@@ -78,8 +76,6 @@ class FunctionCall:
     layout: str = "BHLD"
     returns: str = "BHLD"
     names: dict[str, str] = field(default_factory=dict)
-    dropout_is_a_module: bool = False
-    forward_only: bool = False
     spare: tuple[str, ...] = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -99,12 +95,6 @@ class FunctionCall:
         **options: Any,
     ) -> Any:
         """All that the function returns; `raw` is a mask already in its own form."""
-        if (
-            self.forward_only
-            and torch.is_grad_enabled()
-            and any(x.requires_grad for x in (q, k, v))
-        ):
-            raise SubjectError("it has no backward pass") from NotImplementedError()
         given = self.arguments(q, k, options)
         if keep is None and raw is None and self.requires_a_mask():
             keep = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
@@ -130,8 +120,6 @@ class FunctionCall:
                 continue
             if option not in self.names:
                 raise SubjectError(f"it has no argument for {option}")
-            if option == "dropout" and self.dropout_is_a_module:
-                value = nn.Dropout(value)
             if option == "dropout" and "training" in parameters_of(self.target):
                 given["training"] = True
             if option == "window" and self._window_is_a_pair():
@@ -146,7 +134,7 @@ class FunctionCall:
         for option, name in self.names.items():
             default = taken[name].default if name in taken else None
             if option == "dropout" and (default is EMPTY or isinstance(default, float)):
-                given[name] = None if self.dropout_is_a_module else 0.0
+                given[name] = 0.0
             elif default is EMPTY:
                 given[name] = values.get(option)
         if "training" in taken:

@@ -1,4 +1,4 @@
-"""Finding an object by its name: `PATH.py:NAME`, `package.module:NAME`, `package.module.NAME`."""
+"""Finding an object by its name: `PATH.py:NAME`, `package.module:NAME`."""
 
 import builtins
 import difflib
@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +23,10 @@ _ATTENTION = re.compile(r"att(entio)?n|mha|mqa|gqa|mla|sdpa", re.I)
 
 
 class Found(NamedTuple):
-    """An object that was named.
-
-    Attributes:
-        thing: the object.
-        home: the module that holds it.
-        chosen: its name, where only its file was named; else "".
-        owner: the class of which it is a method; None if it can be called as it is.
-    """
+    """An object that was named, and the module that holds it."""
 
     thing: Any
     home: Any
-    chosen: str = ""
-    owner: type | None = None
 
 
 def find(name: str) -> Found:
@@ -45,61 +36,32 @@ def find(name: str) -> Found:
         SubjectError: if there is no such file or name, or the file cannot be run.
 
     Examples:
-        >>> find("torch.nn.MultiheadAttention").thing.__name__
+        >>> find("torch.nn:MultiheadAttention").thing.__name__
         'MultiheadAttention'
     """
-    where, attribute = _parts(name)
+    where, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
-    found, owner = module, None
+    found = module
     for part in attribute.split(".") if attribute else ():
-        if not hasattr(found, part) and inspect.ismodule(found) and ":" not in name:
-            _import_below(found, part)
         if not hasattr(found, part):
             raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
-        static = inspect.getattr_static(found, part, None)
-        owner = found if isinstance(found, type) and inspect.isfunction(static) else None
         found = getattr(found, part)
     if inspect.ismodule(found):
-        chosen = _only_candidate(found, name)
-        return Found(getattr(found, chosen), found, chosen)
-    return Found(_with_a_signature(found), module, owner=owner)
-
-
-def _parts(name: str) -> tuple[str, str]:
-    """The file or module in a name, and the attribute after it."""
-    if name.endswith(".py"):
-        return name, ""
-    where, colon, attribute = name.rpartition(":")
-    if not colon and "/" not in name:
-        where, _, attribute = name.rpartition(".")
-    if not where:
-        raise SubjectError(f"{name!r} names nothing that exists: {NEEDED}")
-    return where, attribute
-
-
-def _import_below(package: Any, part: str) -> None:
-    """Import a module of a package, if there is one of this name."""
-    name = f"{package.__name__}.{part}"
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        if not (isinstance(error, ModuleNotFoundError) and name.startswith(error.name or " ")):
-            raise SubjectError(_while_run(name, error)) from error
+        names = candidates(found)
+        if not names:
+            raise SubjectError(
+                f"{name} defines no class with forward and no function of (q, k, v); {NEEDED}"
+            )
+        raise SubjectError(f"{name} is a file: name one of {', '.join(names[:12])} after a colon")
+    return Found(found, module)
 
 
 def _instead(holder: Any, missing: str) -> str:
-    """A suggestion for a missing name: names like it, else subjects of the file, else all names."""
-    names = _names(holder)
-    close = difflib.get_close_matches(missing, names, 3, 0.6)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    known = candidates(holder) if inspect.ismodule(holder) else []
-    return f"it has {', '.join((known or names)[:12]) or 'nothing that can be called'}"
-
-
-def _names(holder: Any) -> list[str]:
+    """A suggestion for a missing name: names like it, else all that can be called."""
     held = vars(holder) if hasattr(holder, "__dict__") else {}
-    return [name for name, each in held.items() if not name.startswith("_") and callable(each)]
+    names = [name for name, each in held.items() if not name.startswith("_") and callable(each)]
+    close = difflib.get_close_matches(missing, names, 3, 0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(names[:12])}"
 
 
 def candidates(module: Any) -> list[str]:
@@ -129,20 +91,6 @@ def takes_heads(target: Any) -> bool:
     return callable(target) and bool(order_of(target))
 
 
-def _only_candidate(module: Any, where: str) -> str:
-    found = candidates(module)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise SubjectError(
-            f"{where} defines no class with forward and no function of (q, k, v); {NEEDED}"
-        )
-    raise SubjectError(
-        f"{where} defines {len(found)} subjects: name one, as in {where}:{found[0]} "
-        f"(there are {', '.join(found[:12])})"
-    )
-
-
 def require_model(folder: Path) -> None:
     """Raise unless a folder holds a model.
 
@@ -158,10 +106,7 @@ def require_model(folder: Path) -> None:
 
 def _file(path: Path) -> Any:
     if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*.py")]
-        close = difflib.get_close_matches(path.name, beside, 1)
-        instead = f"did you mean {path.parent / close[0]}?" if close else NEEDED
-        raise SubjectError(f"there is no file {path}: {instead}")
+        raise SubjectError(f"there is no file {path}: {NEEDED}")
     spec = importlib.util.spec_from_file_location(f"regard_subject_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -199,20 +144,7 @@ def _in_package(path: Path) -> Any:
         top = top.parent
     sys.path.insert(0, str(top.parent))
     parts = path.resolve().with_suffix("").relative_to(top.parent).parts
-    held = sys.modules.get(parts[0])
-    if held is not None and str(top) not in _paths(held):
-        raise SubjectError(
-            f"the package of {path} is called {parts[0]!r} like another that is imported"
-        )
-    name = ".".join(parts)
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise SubjectError(_while_run(path, error)) from error
-
-
-def _paths(package: Any) -> Iterable[str]:
-    return [str(Path(each).resolve()) for each in getattr(package, "__path__", [])]
+    return _module(".".join(parts))
 
 
 def _module(name: str) -> Any:
@@ -225,13 +157,6 @@ def _module(name: str) -> Any:
         if missing and f"{name}.".startswith(f"{missing}."):
             raise SubjectError(f"there is no module {missing!r}: {NEEDED}") from None
         raise SubjectError(_while_run(name, error)) from error
-
-
-def _with_a_signature(found: Any) -> Any:
-    """The same function with a signature, for torch's, which has none."""
-    if found is torch.nn.functional.scaled_dot_product_attention:
-        return scaled_dot_product_attention
-    return found
 
 
 def scaled_dot_product_attention(
@@ -250,19 +175,14 @@ def scaled_dot_product_attention(
     )
 
 
-def is_function(found: Any) -> bool:
-    """Whether it is called as it is, and neither a class nor a module."""
-    return callable(found) and not isinstance(found, (type, nn.Module))
-
-
 def named_beside(module: Any, name: str) -> Callable[..., Any]:
-    """The object of another name in the subject's file, or of a dotted name.
+    """The object of another name in the subject's file, or of `package.module:NAME`.
 
     Raises:
         SubjectError: if there is none.
     """
     found = getattr(module, name, None) or getattr(builtins, name, None)
-    if found is None and "." in name:
+    if found is None and ":" in name:
         found = find(name).thing
     if found is None:
         raise SubjectError(f"{getattr(module, '__name__', 'its file')} has no {name!r}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.adapters import Adapter, is_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import mask_arguments
@@ -65,10 +65,7 @@ class Angles:
 
 
 class Positioned(Adapter):
-    """A module as one from x alone: tables and positions follow from `past`, the tokens before x.
-
-    While `rotating` is False nothing is rotated: cosines are 1, sines 0, and all positions 0.
-    """
+    """A module as one from x alone: positions and tables follow from `past`, the earlier tokens."""
 
     def __init__(
         self, inner: Any, tables: Tables | None, names: Sequence[str], flat: bool = True
@@ -76,8 +73,11 @@ class Positioned(Adapter):
         super().__init__(inner)
         self.known, self.names = {}, names
         copied = any(name in PAIRS for name in parameters_of(inner.forward))
-        self.hidden = "min" if copied else "-inf"  # as transformers hides keys
-        self.makes_tables, self.flat, self.rotating = tables, flat, True
+        if is_of("transformers", inner) and isinstance(getattr(inner, "scaling", None), float):
+            self.known = {"scale": inner.scaling}
+        # as transformers hides keys
+        self.hidden = "min" if copied or is_of("transformers", inner) else "-inf"
+        self.makes_tables, self.flat = tables, flat
 
     @property
     def signature_of_forward(self) -> dict[str, inspect.Parameter]:
@@ -100,8 +100,7 @@ class Positioned(Adapter):
             if name in STARTS:
                 given[name] = past
             elif name in IDS:
-                shown = ids if self.rotating else torch.zeros_like(ids)
-                given[name] = shown[0] if self.flat else shown
+                given[name] = ids[0] if self.flat else ids
             elif tables is not None:
                 at = 0 if name in COSINES else 1 if name in SINES else None
                 given[name] = tables if at is None else tables[at]
@@ -110,11 +109,7 @@ class Positioned(Adapter):
     def _tables(self, ids: Tensor, dtype: torch.dtype) -> Any:
         assert self.makes_tables is not None
         found = self.makes_tables(ids, dtype)
-        if isinstance(found, Tensor):
-            still = torch.tensor([1.0, 0.0]) if found.ndim == 3 else 1.0
-            return found if self.rotating else torch.ones_like(found) * still
-        cos, sin = (each.to(dtype) for each in found)
-        return (cos, sin) if self.rotating else (torch.ones_like(cos), torch.zeros_like(sin))
+        return found if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
 
 
 def positioned(module: nn.Module, own: Conventions) -> nn.Module:
@@ -128,7 +123,7 @@ def positioned(module: nn.Module, own: Conventions) -> nn.Module:
     names = [name for name in parameters_of(module.forward) if name in KNOWN]
     required = [name for name in names if name in required_of(module.forward)]
     if not required and (not names or not _failure(module, own)):
-        return module
+        return Positioned(module, None, ()) if is_of("transformers", module) else module
     failures: list[str] = []
     for given in dict.fromkeys((tuple(names), tuple(required or names))):  # all, or what it needs
         for tables in _ways(module, given, own):

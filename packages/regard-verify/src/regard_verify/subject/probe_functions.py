@@ -4,14 +4,14 @@ What is declared is not probed. What is found goes into conventions, abilities a
 The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
-from regard_verify.blame import with_line
+from regard_verify.blame import line_of, with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
@@ -32,7 +32,7 @@ from regard_verify.subject.mask_forms import (
     parameters_of,
 )
 from regard_verify.subject.probe_weights import probe_scores
-from regard_verify.subject.subject import Subject, SubjectError, called, output_of
+from regard_verify.subject.subject import Subject, SubjectError, output_of
 from regard_verify.visibility import nearest_pattern
 
 MULTIPLES = (None, 2, 3, 4, 8, 16, 32, 64, 128)  # of which lengths may have to be multiples
@@ -55,8 +55,8 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     has.causal, has.window, has.scale = "causal" in names, "window" in names, "scale" in names
     has.softcap, has.bias, has.weights = "softcap" in names, "bias" in names, "weights" in names
     subject.inferred["layout"] = layout if layout == returns else f"{layout}, returns {returns}"
-    call = subject.attend = _probe_dropout(call, subject, trial)
-    call = subject.attend = _probe_backward(call, subject, trial)
+    subject.attend = call
+    has.dropout = _takes_dropout(call, subject, trial)
     _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
     has.window = has.window and _takes_windows(subject, trial)
@@ -75,34 +75,15 @@ def _default_scale(target: Any, names: dict[str, str]) -> float | None:
     return float(parameter.default) if parameter is not None and given else None
 
 
-def _probe_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
-    """Whether its dropout argument takes a probability, or a module."""
-    if "dropout" in call.names:
-        given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
-        for tried in (call, replace(call, dropout_is_a_module=True)):
-            try:
-                tried(*given, dropout=0.5)
-            except SubjectError:
-                continue
-            subject.has.dropout = True
-            return tried
-    return call
-
-
-def _probe_backward(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
-    """Whether it is an operator that has no backward pass, and says so when it is asked."""
-    given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
+def _takes_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> bool:
+    """Whether its dropout argument takes a probability."""
+    if "dropout" not in call.names:
+        return False
     try:
-        with torch.enable_grad():
-            called(call(*(x.requires_grad_() for x in given)).sum().backward)
-    except SubjectError as error:
-        cause = error.__cause__
-        if isinstance(cause, NotImplementedError) or "no autograd formula" in str(cause):
-            subject.notes.append("It has no backward pass: laws of gradients do not apply.")
-            return replace(call, forward_only=True)
-    except RuntimeError:  # its output does not depend on its inputs: laws report that
-        pass
-    return call
+        call(*subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial), dropout=0.5)
+    except SubjectError:
+        return False
+    return True
 
 
 def _mask_names(declared: str | None, target: Any) -> list[str]:
@@ -123,21 +104,22 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     errors: list[SubjectError] = []
     mixed: list[FunctionCall] = []
     layouts = [own.layout] if own.layout else LAYOUTS
+    # before anything is known of them, masks that are required are None
+    spare = tuple(each for each in _mask_names(own.mask, target) if is_required(target, each))
     for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
         if mixed and multiple != mixed[0].own.multiple:
             break
         tried = replace(own, multiple=multiple)
-        for form, spare in _first_masks(target, own):
-            call = FunctionCall(target, tried, form, layout, layout, names, spare=spare)
-            try:
-                found = replace(call, returns=own.returns or _returns(call, trial))
-                if own.layout or layout in ONE_HEAD or _heads_are_apart(found, trial):
-                    return found
-            except SubjectError as error:
-                failures.append(f"{layout}: {with_line(error)}")
-                errors.append(error)
-                continue
-            mixed.append(found)
+        call = FunctionCall(target, tried, MaskForm(""), layout, layout, names, spare=spare)
+        try:
+            found = replace(call, returns=own.returns or _returns(call, trial))
+            if own.layout or layout in ONE_HEAD or _heads_are_apart(found, trial):
+                return found
+        except SubjectError as error:
+            failures.append(f"{layout}: {with_line(error)}")
+            errors.append(error)
+            continue
+        mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
     raise refusal(
@@ -150,27 +132,16 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
 
 
 def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> SubjectError:
-    """The error for a subject that accepts no input, with the errors of all inputs.
+    """The error for a subject that accepts no input, with the cause of the likeliest's.
 
-    Errors of shapes are left out unless the shape of inputs is `declared`: they tell then that the
-    code fails, and otherwise only that it takes other inputs.
+    Errors of shapes tell that the code fails only if the shape of inputs is `declared`, and
+    otherwise that it takes other inputs.
     """
     error = SubjectError(text)
+    error.__cause__, error.line = errors[0].__cause__, line_of(errors[0])
     of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
-    error.tried = () if of_shapes and declared is None else errors
+    error.crashes = declared is not None or not of_shapes
     return error
-
-
-def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:
-    """Masks to call it with before anything is known of them: None, and all keys visible."""
-    names = _mask_names(own.mask, target)
-    required = tuple(name for name in names if is_required(target, name))
-    yield MaskForm(""), required
-    for name in required:
-        spare = tuple(each for each in required if each != name)
-        yield MaskForm(name), spare
-        yield MaskForm(name, "drop"), spare
-        yield MaskForm(name, "additive", dtype="float"), spare
 
 
 def tried_length(own: Conventions) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 
 from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
-from regard_verify.subject.adapters import Adapter, TransformersModel, neutral
+from regard_verify.subject.adapters import Adapter, TransformersModel
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard_verify.subject.modules import (
@@ -34,9 +34,7 @@ from regard_verify.subject.probe_functions import (
     tried_length,
 )
 from regard_verify.subject.probe_weights import probe_scores
-from regard_verify.subject.projected_heads import ProjectedHeads
-from regard_verify.subject.reach import reach, reach_by_layout
-from regard_verify.subject.rotation import probe_rotation
+from regard_verify.subject.reach import ProjectedHeads, reach, reach_by_layout
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 
@@ -90,15 +88,14 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
     for multiple, width in product(multiples, _widths(module, declared.width)):
         subject.conventions = declared.found(width=width, multiple=multiple)
         try:
-            call = _layout(_call(module, subject), subject, trial)
+            call = _layout(_call(module, subject), subject, trial, declared.width)
         except SubjectError as error:
             refusals.append(error)
             continue
         say_multiple(subject)
         return call
     if refusals:
-        tried = [error for each in refusals for error in each.tried]
-        raise refusal(str(refusals[0]), tried, declared.width)
+        raise refusals[0]
     raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
 
 
@@ -129,7 +126,7 @@ def _call(module: nn.Module, subject: Subject) -> ModuleCall:
     )  # fmt: skip
 
 
-def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
+def _layout(call: ModuleCall, subject: Subject, trial: Trial, given: int | None) -> ModuleCall:
     """Whether batch or length comes first: rows of the batch do not mix."""
     declared = subject.conventions.layout
     failures, errors = [], []
@@ -153,13 +150,13 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    unusable = SubjectError(
+    raise refusal(
         f"it could not be called with x [B, L, {width}]: {summary(failures)}; if it takes other "
         "inputs, name a function or module that calls it with x alone; if it takes these, declare "
-        f"width={width}: an error is a broken law then"
+        f"width={width}: an error is a broken law then",
+        errors,
+        None if isinstance(call.module, Adapter) else given,
     )
-    unusable.tried = () if isinstance(call.module, Adapter) else errors
-    raise unusable
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
@@ -175,13 +172,8 @@ def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
         plain = replace(call, form=MaskForm(names[0] if names else ""))
         return [plain, replace(plain, alone=False)] if call.context else [plain]
     made = [replace(call, form=form) for form in forms(names, subject.conventions)]
-    return [_without_a_mask(call), *made]
-
-
-def _without_a_mask(call: ModuleCall) -> ModuleCall:
-    """A required mask is None: most code tests `if mask is not None`."""
     own = replace(call.own, options={**call.own.options, call.form.argument: None})
-    return replace(call, own=own, form=MaskForm(""))
+    return [replace(call, own=own, form=MaskForm("")), *made]
 
 
 def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
@@ -229,10 +221,9 @@ def _heads(
     layers = getattr(getattr(call.module, "config", None), "num_hidden_layers", 1)
     if isinstance(call.module, TransformersModel) and layers > 1 and subject.conventions.window:
         return None
-    plain = replace(call, module=neutral(call.module))
-    found = reach(plain, trial)
+    found = reach(call, trial)
     if found is None:
-        found = reach_by_layout(plain, size_of(call.module, "heads"), trial)
+        found = reach_by_layout(call, size_of(call.module, "heads"), trial)
     if found is None:
         return None
     heads, groups, dim, width = found.roles.sizes
@@ -241,8 +232,6 @@ def _heads(
     if found.roles.others:
         own = own.found(scale=(dim + found.roles.others) ** -0.5)
     known = {n: x for n, x in found.known.items() if getattr(declared, n) is None}
-    if plain.module is not call.module:
-        known.pop("pairing", None)  # of the module without its rotation
     softcap = softcap_of(call.module)
     own = own.found(heads=heads, kv_heads=groups, head_dim=dim, softcap=softcap)
     subject.conventions = replace(own, **known)
@@ -270,20 +259,7 @@ def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:
     subject.inferred["projections"] = f"cut as ({attend.roles.cut})"
     probe_pattern(subject, trial)
     probe_alignment(subject, trial)
-    _use_own_rotation(attend, subject, trial)
     probe_scores(subject, trial)
-
-
-def _use_own_rotation(attend: Any, subject: Subject, trial: Trial) -> None:
-    """Call the heads with the tables that the module is given, if their rotation is known."""
-    if attend.call.module is subject.module:
-        return
-    call = replace(attend.call, module=subject.module)
-    subject.attend = replace(attend, attention=replace(attend.attention, call=call))
-    probe_rotation(subject, trial)
-    if subject.has.unknown_positions:  # as where a part of the channels is rotated
-        subject.attend, subject.has.unknown_positions = attend, False
-        del subject.inferred["RoPE"]
 
 
 def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:

@@ -1,7 +1,7 @@
 """A subject: the code under test behind one canonical call, with what was found out about it."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,7 +24,7 @@ class SubjectError(Exception):
 
     Attributes:
         line: of the subject, where that is not in the traceback, as `FILE:NUMBER: CODE`.
-        tried: the errors of all inputs that were tried, where none was accepted.
+        crashes: whether the subject's own error, the cause of this one, is a broken law.
 
     Examples:
         >>> from regard_verify import SubjectError, understand
@@ -36,7 +36,7 @@ class SubjectError(Exception):
     """
 
     line: str = ""
-    tried: "Sequence[SubjectError]" = ()
+    crashes: bool = False
 
 
 @dataclass
@@ -73,47 +73,10 @@ class Abilities:
     unknown_positions: bool = False  # positions change the scores in a way that is not known
     negative_weights: bool = False  # its weights are those of one softmax less those of another
     reference: bool = False  # a function or module that should return the same is declared
-    # What else it may be.
-    cache_object: bool = False  # a cache by itself
-    cache_length: bool = False  # ... that counts its tokens
-    cache_truncate: bool = False  # ... that can drop its last tokens
-    cache_reorder: bool = False  # ... that can select rows of the batch
-    paged: bool = False  # a function that reads keys and values from pages
-    rotation: bool = False  # a function that rotates x by positions
 
     def any_of(self, names: str) -> bool:
         """Whether one of the abilities is there that `"heads|layer"` lists."""
         return any(getattr(self, name) for name in names.split("|"))
-
-
-@dataclass
-class Stepper:
-    """A layer that is called piece by piece, with a cache of the earlier tokens.
-
-    Attributes:
-        new: makes an empty cache.
-        step: the output for x and the cache after it; without gradients, on a copy of x.
-        style: how the cache is passed: `object`, `tuple` or `internal`.
-        follow: `step` of x itself, with gradients; its mask is `columns` keys too wide.
-        of: the stepper of another module of the same kind.
-    """
-
-    new: Callable[[], Any]
-    step: Callable[[Tensor, Any], tuple[Tensor, Any]]
-    style: str
-    follow: Callable[..., tuple[Tensor, Any]]
-    of: "Callable[[nn.Module], Stepper]"
-
-
-class CacheMethods(NamedTuple):
-    """The names of a cache's methods, None where it has none."""
-
-    truncate: str | None = None
-    reorder: str | None = None
-    by_amount: bool = False  # truncate takes the number of tokens to drop, not to keep
-    negative: bool = False  # ... with a minus sign
-    update: str = "update"
-    padded: bool = False  # update returns all places, those of later tokens included
 
 
 class Call(NamedTuple):
@@ -142,13 +105,13 @@ class Subject:
         name: its name in the report.
         kind: what it is.
         conventions: declared ones, and those found out by probing.
-        thing: the object itself: a function, a module, what makes a cache.
+        thing: the object itself: a function or a module.
         inferred: what was found out, in words.
         attend: q [B, H, L, D], k [B, G, S, D], v [B, G, S, Dv] to [B, H, L, Dv]; also takes
             `keep`, `causal`, `window`, `scale`, `bias`, `softcap`, `dropout`, and `raw`, a mask in
             the subject's own form.
         layer: x [B, L, E] to [B, L, E]; also takes `keep`, `context`.
-        stepper: the layer with a cache.
+        stepper: the layer called piece by piece with a cache, a `subject.decoding.Steps`.
         module: the module, if it is one.
         form: the form of its masks.
         layer_form: the same for `layer`.
@@ -158,14 +121,11 @@ class Subject:
         notes: remarks for the report.
         reference: what should return the same, if declared.
         another: builds a second module of the same kind, if that is known; takes changes of its
-            arguments by name, and `dropout`, which every probability of dropout becomes.
-        dropouts: names of those probabilities among its arguments and in its configuration.
+            arguments by name.
         switches: its boolean arguments, with the values that it was built with.
         forgot_super: `FILE:NUMBER: CODE` of its `__init__` if that does not call
             `super().__init__()`.
-        cache_methods: of a cache, the names of its methods.
         total: what the weights of a query sum to.
-        rounding: of a cache that rounds, the allowed error as a share of the largest value.
     """
 
     name: str
@@ -175,7 +135,7 @@ class Subject:
     inferred: dict[str, str] = field(default_factory=dict)
     attend: Attend | None = None
     layer: Callable[..., Tensor] | None = None
-    stepper: Stepper | None = None
+    stepper: Any = None
     module: nn.Module | None = None
     form: MaskForm = NO_MASK
     layer_form: MaskForm = NO_MASK
@@ -185,11 +145,8 @@ class Subject:
     notes: list[str] = field(default_factory=list)
     reference: Callable[..., Any] | None = None
     another: Callable[..., nn.Module] | None = None
-    dropouts: tuple[str, ...] = ()
     switches: Mapping[str, bool] = field(default_factory=dict)
     forgot_super: str = ""
-    cache_methods: CacheMethods = field(default_factory=CacheMethods)
-    rounding: float = 0.0
     total: float = 1.0
 
     def length(self, wanted: int) -> int:

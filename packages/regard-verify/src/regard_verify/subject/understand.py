@@ -3,8 +3,6 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,28 +11,29 @@ import torch
 from torch import nn
 
 from regard_verify.law import Trial
-from regard_verify.subject.adapters import (
-    Adapter,
-    adapted,
-    is_of,
-    model_folder,
-    transformers_module,
-)
-from regard_verify.subject.caches import DIM, HEADS, probe_store, update_of
-from regard_verify.subject.configurations import TINY
+from regard_verify.subject.adapters import Adapter, adapted, model_folder
+from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard_verify.subject.decoding import find_stepper
 from regard_verify.subject.functions import OfModule, takes_module
 from regard_verify.subject.guesses import role_of
-from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
+from regard_verify.subject.lookup import (
+    find,
+    named_beside,
+    require_model,
+    scaled_dot_product_attention,
+    takes_heads,
+)
+from regard_verify.subject.modules import set_dropout
+from regard_verify.subject.pages import OnPages
 from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
 from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.ranks import OnRanks
 from regard_verify.subject.signatures import parameters_of, required_of
-from regard_verify.subject.subject import Abilities, Subject, SubjectError
+from regard_verify.subject.subject import Subject, SubjectError
 
 
 def understand(
@@ -62,24 +61,19 @@ def understand(
     if isinstance(target, str) and Path(target).is_dir():
         require_model(Path(target))
         return _module(model_folder(Path(target)), own, name or target, None, trial)
-    beside, chosen, given = None, "", target
-    if isinstance(given, str):
-        target, beside, chosen, owner = find(given)
-        name = name or (f"{given}:{chosen}" if chosen else given)
+    beside = None
+    if isinstance(target, str):
+        name = name or target
+        target, beside = find(target)
         own = _declared_beside(own, beside)
-        if owner is not None:  # a method: of an object that is built
-            target = getattr(build(owner, own).made, target.__name__)
-            own = replace(own, arguments={})
-    elif target is torch.nn.functional.scaled_dot_product_attention:
-        target = find("torch.nn.functional:scaled_dot_product_attention").thing
+    if target is torch.nn.functional.scaled_dot_product_attention:  # which has no signature
+        target = scaled_dot_product_attention
     name = str(name or getattr(target, "__name__", type(target).__name__))
     if beside is None:
         owner = target if hasattr(target, "__module__") else type(target)
         beside = sys.modules.get(getattr(owner, "__module__", "") or "")
     torch.manual_seed(seed)
     subject = _understood(target, own, name, beside, trial)
-    if chosen:
-        subject.notes.append(f"{given} names no object: {chosen} was taken, the only one in it.")
     if own.reference is not None:
         subject.reference = named_beside(beside, own.reference)
         subject.has.reference = True
@@ -98,20 +92,23 @@ def _declared_beside(own: Conventions, beside: Any) -> Conventions:
 
 
 def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if own.kind in ("cache", "paged", "rope") or _is_cache(target):
-        return _thing(target, own, name)
+    if isinstance(target, type) and update_of(target) and not hasattr(target, "forward"):
+        raise SubjectError(
+            f"{name} is a cache, which is judged in the layer that it serves: name a module whose "
+            "forward(x, cache=None) updates it, and declare new_cache, the name of its class"
+        )
     if isinstance(target, nn.Module):
-        return _object(adapted(target, own.arguments), own, name, beside, trial)
+        return _object(adapted(target), own, name, beside, trial)
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         target = target.apply
     if takes_module(target):
         target = OfModule(target)
     if isinstance(target, type):
         return _from_class(target, own, name, beside, trial)
-    if not is_function(target):
+    if not callable(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
-    if own.kind != "function" and _is_factory(target):
-        built = build(target, own, dropout=0.0)
+    if own.kind not in ("function", "paged") and _is_factory(target):
+        built = build(target, own)
         subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
         _remember(subject, built, target, own)
         return subject
@@ -119,6 +116,10 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 
 def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject:
+    if own.kind == "paged":
+        corner = {"causal": True, "window": 0, "alignment": "bottom-right"}
+        own = own.found(layout="BHLD", mask="", **corner)
+        target = OnPages(target)
     if own.ranks:
         own = own.found(layout="BHLD", multiple=own.ranks, mask="")
         target = OnRanks(target, own.ranks or 1, own.layout or "BHLD")
@@ -137,16 +138,11 @@ def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if is_of("transformers", target):
-        subject = _module(transformers_module(target, own.arguments), own, name, beside, trial)
-        subject.another = lambda **changes: transformers_module(
-            target, {**own.arguments, **_of_transformers(changes)}
-        )
-        return subject
-    built = build(target, own, dropout=0.0)  # a law builds another with dropout
+    built = build(target, own)
     if isinstance(built.made, nn.Module):
-        module = adapted(built.made, own.arguments)
-        subject = _of_likely_width(module, own, built, name, beside, trial)
+        module = adapted(built.made)
+        set_dropout(module, 0.0)  # a law sets another
+        subject = _object(module, own, name, beside, trial)
     elif callable(built.made):
         subject = _understood(built.made, replace(own, kind="function"), name, beside, trial)
     else:
@@ -155,19 +151,6 @@ def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: T
     if subject.kind == "function":
         _given_scale(subject, built, trial)
     return subject
-
-
-def _of_likely_width(
-    module: nn.Module, own: Conventions, built: Built, name: str, beside: Any, trial: Trial
-) -> Subject:
-    """The module's subject; if x of the width that it seems to have is refused, of another one."""
-    try:
-        return _object(module, own, name, beside, trial)
-    except SubjectError as error:
-        for width in built.widths if own.width is None else ():
-            with suppress(SubjectError):
-                return _object(module, replace(own, width=width), name, beside, trial)
-        raise error
 
 
 def _given_scale(subject: Subject, built: Built, trial: Trial) -> None:
@@ -179,21 +162,18 @@ def _given_scale(subject: Subject, built: Built, trial: Trial) -> None:
             subject.conventions = subject.conventions.found(scale=next(iter(likely), None))
 
 
-def _of_transformers(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of a configuration; `dropout` is every probability."""
-    rest = {name: value for name, value in changes.items() if name != "dropout"}
-    probabilities = [name for name in TINY if "dropout" in name and "dropout" in changes]
-    return {**dict.fromkeys(probabilities, changes.get("dropout")), **rest}
-
-
 def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) -> None:
     """Record how the subject was built, and how to build another."""
     if isinstance(built.made, nn.Module):
         like = subject.thing
-        subject.another = lambda **changes: moved(
-            like, adapted(build(made_by, own, **changes).made, own.arguments)
-        )
-    subject.dropouts, subject.switches = built.dropouts, built.switches
+
+        def another(**changes: Any) -> nn.Module:
+            module = adapted(build(made_by, own, **changes).made)
+            set_dropout(module, 0.0)
+            return moved(like, module)
+
+        subject.another = another
+    subject.switches = built.switches
     subject.forgot_super = built.forgot_super
     if built.forgot_super:
         subject.notes.append(
@@ -233,43 +213,6 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
     probe_module(module, subject, trial)
     find_stepper(subject, beside, trial)
     return subject
-
-
-def _thing(target: Any, own: Conventions, name: str) -> Subject:
-    """A cache, paged function or rotation; each law makes it anew."""
-    kind = own.kind or "cache"
-    make: Callable[[], Any] = target
-    plain = kind in ("paged", "rope")
-    if not plain and not isinstance(target, type) and not _is_factory(target):
-        raise SubjectError(
-            f"each law needs a new {kind}; name its class or a function that makes one"
-        )
-    if isinstance(target, type) or own.arguments:
-        make = _maker(target, own)
-    subject = Subject(name, kind, replace(own, kind=kind), thing=make)
-    subject.has = Abilities(
-        cache_object=kind == "cache", paged=kind == "paged", rotation=kind == "rope"
-    )
-    if kind == "cache":
-        probe_store(subject)
-    return subject
-
-
-def _maker(target: Any, own: Conventions) -> Callable[[], Any]:
-    """Builds it for the keys and values that laws store in caches."""
-    sizes = {"heads": HEADS, "key heads": HEADS, "head width": DIM, "width": HEADS * DIM}
-    roles = {name: role_of(name) for name in required_of(target)}
-    given = {name: sizes[role] for name, role in roles.items() if role in sizes}
-    own = replace(own, arguments={**given, **own.arguments})
-    return lambda: build(target, own).made
-
-
-def _is_cache(target: Any) -> bool:
-    """Whether it is a class that stores keys and values: called a cache, or with such a method."""
-    forward = getattr(target, "forward", nn.Module.forward)
-    if not isinstance(target, type) or forward is not nn.Module.forward:
-        return False
-    return bool(update_of(target)) or (hasattr(target, "update") and "Cache" in target.__name__)
 
 
 def _is_factory(target: Any) -> bool:

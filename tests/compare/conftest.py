@@ -7,7 +7,7 @@ import torch
 
 from regard.compare import CANDIDATES, Texts, chosen, compare
 from regard.compare.candidates import ALL
-from regard.compare.converted_cache import FOLDER
+from regard.cache_folder import FOLDER
 from session import LONG
 from tiny import tiny, tokens
 

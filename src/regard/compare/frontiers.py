@@ -20,14 +20,13 @@ from regard.compare.measure import Row
 from regard.compare.methods import methods, within
 from regard.compare.needles import Document, answered
 from regard.compare.runner import Runner, Runners
-from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
+from regard.compare.shapes import bytes_of_caches, shape_of, storage_in, storage_of
 from regard.compare.texts import Texts
 from regard.compare.work import Progress, Work
 from regard.convert.measuring import dtype_name
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import logits_of
 from regard.page.page import table
-from regard.plan.shapes import STORAGES, Storage
 from regard.sparse.evicting import Evicting
 from regard.turns import Ratio
 
@@ -330,24 +329,14 @@ def _bytes_per_token(runner: Runner, rows: int, dtype: str) -> float:
     total = 0.0
     for layer, cache in zip(runner.layers, runner.caches, strict=True):
         stored: Any = cache
-        held = stored.rows if isinstance(stored, Evicting) else stored.length
-        shape = shape_of(layer)
-        storage = _storage_of(stored, shape.window)
+        shape, evicts = shape_of(layer), isinstance(stored, Evicting)
+        held = stored.rows if evicts else stored.length
+        storage = storage_in(stored) if evicts else storage_of([stored], [shape.window])
         if storage is None or not held:
             total += stored.nbytes / rows / stored.length
         else:
             total += bytes_of_caches([shape], storage, context=held, dtype=dtype) / stored.length
     return total
-
-
-def _storage_of(cache: Any, window: int | None) -> Storage | None:
-    """The storage of a cache's rows; None if no formula is known."""
-    if not isinstance(cache, Evicting):
-        return storage_of([cache], [window])
-    form = getattr(cache, "format", None)
-    if form is None:
-        return STORAGES["plain"]
-    return Storage(form.name, form.key_bits, form.value_bits, form.group)
 
 
 def _marked(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import Cache
-from regard.compare import converted_cache
 from regard.compare.candidates import Candidate
 from regard.compare.work import CONVERTING, Work
 from regard.convert.converting import convert
@@ -110,8 +109,7 @@ def _makers(
 class Runners:
     """A runner for each candidate, or the reason why the model cannot have that attention.
 
-    All conversions are made in one pass over the text, when the first of them is needed; those of
-    an earlier comparison are read from disk.
+    All conversions are made in one pass over the text, when the first of them is needed.
 
     Args:
         model: a transformers model.
@@ -120,32 +118,26 @@ class Runners:
         tokens: `[M, K]`, to calibrate on.
         dtype: of the checkpoint.
         rollback: tokens that can be taken back from windows.
-
-    Attributes:
-        missing: targets to which the layers are not converted yet.
     """
 
     def __init__(
         self,
         model: Any,
-        shipped: list[Attention],
+        shipped: Sequence[Attention],
         candidates: Sequence[Candidate],
         tokens: Int[Tensor, "M K"],
         dtype: torch.dtype,
         rollback: int,
     ) -> None:
-        self.model, self.shipped, self.tokens, self.rollback = model, shipped, tokens, rollback
+        self._model, self._tokens, self._rollback = model, tokens, rollback
         self._targets = {each.name: _target(each, shipped, dtype) for each in candidates}
-        wanted = {each: None for each in self._targets.values() if isinstance(each, Target)}
-        self._names = {each: converted_cache.name_of(each, shipped, tokens) for each in wanted}
-        self._made: dict[Target, list[nn.Module] | str] = {}
-        for target, name in self._names.items():
-            if (layers := converted_cache.find(name, shipped)) is not None:
-                self._made[target] = layers
+        self._made: dict[Target | None, Sequence[nn.Module] | str] = {None: shipped}
 
     @property
     def missing(self) -> list[Target]:
-        return [target for target in self._names if target not in self._made]
+        """Targets to which the layers are not converted yet."""
+        wanted = dict.fromkeys(self._targets.values())
+        return [each for each in wanted if isinstance(each, Target) and each not in self._made]
 
     @property
     def seconds(self) -> int:
@@ -157,12 +149,12 @@ class Runners:
         target = self._targets[candidate.name]
         if isinstance(target, str):
             return target
-        if target in self.missing:
+        if target not in self._made:
             self._convert(work)
-        layers = list(self.shipped) if target is None else self._made[target]
+        layers = self._made[target]
         if isinstance(layers, str):
             return layers
-        return Runner(self.model, layers, cache=candidate.cache, rollback=self.rollback)
+        return Runner(self._model, layers, cache=candidate.cache, rollback=self._rollback)
 
     def _convert(self, work: Work) -> None:
         missing = self.missing
@@ -172,13 +164,11 @@ class Runners:
             work.part(f"converting, {what}", done, total)
 
         try:
-            converted = convert(self.model, missing, self.tokens, progress=progress)
+            converted = convert(self._model, missing, self._tokens, progress=progress)
         except ValueError as objection:
-            self._made |= {target: str(objection) for target in missing}
+            self._made |= dict.fromkeys(missing, str(objection))
             return
-        for each in converted:
-            converted_cache.store(self._names[each.target], each.layers)
-            self._made[each.target] = each.layers
+        self._made |= {each.target: each.layers for each in converted}
 
 
 def _target(

@@ -6,7 +6,7 @@ import pytest
 
 from regard.cache_folder import FOLDER
 from regard.cli.app import run as run_command
-from regard.cli.cache import KINDS, cache, kept, stored_by_compare
+from regard.cli.cache import KINDS, cache, kept
 from regard.hf import SMOLLM2
 
 
@@ -45,9 +45,3 @@ def test_an_unknown_kind_removes_nothing(folder, monkeypatch):
     monkeypatch.setattr("sys.argv", ["regard", "cache", "--clear", "all", "--clear", "compared"])
     assert run_command() == 2
     assert all(kept(kind).files for kind in KINDS)
-
-
-def test_compare_says_what_it_leaves(folder):
-    assert f"2.93 KiB of 1 GiB in {folder / 'compare'} (" in stored_by_compare()
-    cache(clear=["compare"], as_json=True)
-    assert stored_by_compare() == ""

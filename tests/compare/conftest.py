@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from regard.cache_folder import FOLDER
 from regard.compare import CANDIDATES, Texts, chosen, compare
 from regard.compare.candidates import ALL
-from regard.cache_folder import FOLDER
 from session import LONG
 from tiny import tiny, tokens
 

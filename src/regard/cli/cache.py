@@ -14,7 +14,7 @@ COLUMNS = ("--clear", "what", "files", "size")
 KINDS = {  # the name of a kind: what it is, and where it lies in the folder
     "model": ("the default model", DEFAULT_MODEL),
     "gguf": ("safetensors copies of GGUF files, 8 GiB at most", "gguf"),
-    "compare": ("layers that compare converted, 1 GiB at most", "compare"),
+    "compare": ("layers that compare of version 0.2 converted", "compare"),
     "compiled": ("compiled kernels", "compiled"),
     "rates": ("rates of this machine, by tune", "speed-*.json"),
 }
@@ -41,24 +41,18 @@ def cache(
 ) -> None:
     """Files that regard stores on this disk: list them with their sizes, or remove them."""
     chosen = list(KINDS) if ALL in (clear or ()) else list(dict.fromkeys(clear or ()))
-    found = [kept(kind) for kind in chosen or KINDS]
+    found, folder = [kept(kind) for kind in chosen or KINDS], str(cache_folder())
     for kind in chosen:
         remove(kind)
     if as_json:
-        print_json(
-            {
-                "folder": str(cache_folder()),
-                "removed": bool(chosen),
-                "kinds": [each._asdict() for each in found],
-            }
-        )
+        kinds = [each._asdict() for each in found]
+        print_json({"folder": folder, "removed": bool(chosen), "kinds": kinds})
         return
     console = stdout(UNWRAPPED)
     total = readable_bytes(sum(each.nbytes for each in found))
     if chosen:
-        say(console, f"removed {total} from {cache_folder()}: {', '.join(chosen)}")
+        say(console, f"removed {total} from {folder}: {', '.join(chosen)}")
         return
-    folder = str(cache_folder())
     say(console, f"{folder} ({FOLDER} names another folder): {total}", bold=folder)
     console.print()
     rows = [
@@ -96,16 +90,3 @@ def remove(kind: str) -> None:
 
 def _places(kind: str) -> list[Path]:
     return sorted(cache_folder().glob(KINDS[kind][1]))
-
-
-def stored_by_compare() -> str:
-    """Size and folder of the converted layers that `regard compare` has stored, to follow another
-    statement; "" if there are none."""
-    found = kept("compare")
-    if not found.files:
-        return ""
-    folder = cache_folder() / KINDS["compare"][1]
-    return (
-        f"; converted layers take {readable_bytes(found.nbytes)} of 1 GiB in {folder} "
-        "(regard cache --clear compare)"
-    )

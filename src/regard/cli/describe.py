@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Json, start, verb
@@ -82,7 +81,8 @@ def as_data(model: "ModelShape") -> dict[str, Any]:
 
 
 def _parameters(layer: "LayerShape") -> int | None:
-    from regard.plan.cost import Workload, parameters
+    from regard.plan.shapes import Workload
+    from regard.plan.weights import parameters
 
     return None if layer.kind == "linear" else parameters(layer, Workload(context=1))
 
@@ -97,8 +97,8 @@ def _all_parameters(model: "ModelShape") -> int | None:
 def _cache(model: "ModelShape", layer: "LayerShape", context: int) -> int:
     """Bytes of the layer's cache for so many tokens; encoders have none, nor have layers that
     share keys."""
-    from regard.plan.cost import Workload, cache_bytes
-    from regard.plan.shapes import STORAGES
+    from regard.plan.cache_bytes import cache_bytes
+    from regard.plan.shapes import STORAGES, Workload
 
     work = Workload(context=context, dtype=model.dtype)
     return cache_bytes(layer, STORAGES["plain"], work) if layer.causal else 0
@@ -173,7 +173,7 @@ def _cells(
     own = [each for each in traits(layer) if each not in every]
     return [
         _few(indices),
-        escape("; ".join((layer.kind, *own))),
+        "; ".join((layer.kind, *own)),
         f"{layer.num_heads:,} on {layer.num_kv_heads:,}",
         " / ".join(f"{each:,}" for each in widths),
         "-" if numbers is None else f"{numbers:,}",

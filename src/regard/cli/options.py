@@ -52,27 +52,20 @@ VERBS: dict[str, Callable[..., None]] = {}  # by what is typed, as "show mask"
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function a verb. It refuses wrong options first, then imports what it needs."""
-    return _added(app, function.__name__, function, function.__name__)
+    return _added(app, function.__name__, function)
 
 
 def group(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator as `verb`, for the verbs of a group: `show_mask` is typed `show mask`."""
     verbs = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(verbs, name=name, short_help=text)
-
-    def verb_of_group(function: Callable[..., None]) -> Callable[..., None]:
-        short = function.__name__.removeprefix(f"{name}_")
-        return _added(verbs, short, function, f"{name} {short}")
-
-    return verb_of_group
+    return lambda function: _added(verbs, function.__name__.replace("_", " ", 1), function)
 
 
-def _added(
-    verbs: typer.Typer, name: str, function: Callable[..., None], typed: str
-) -> Callable[..., None]:
+def _added(verbs: typer.Typer, typed: str, function: Callable[..., None]) -> Callable[..., None]:
     VERBS[typed] = function
     first_line = (function.__doc__ or "").partition("\n")[0]
-    verbs.command(name, short_help=first_line)(function)
+    verbs.command(typed.split()[-1], short_help=first_line)(function)
     return function
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Json, named, refuse, size, spelled, start, verb
@@ -18,8 +17,10 @@ from regard.words import counted
 if TYPE_CHECKING:
     from regard.plan import ModelShape, Plan, Row
 
-SIZES = ("num_heads", "hidden_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers")
-SIZES += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "window")
+SIZES = (
+    *("num_heads", "hidden_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers"),
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "window"),
+)
 GIBIBYTE = 1 << 30
 MOST_MEMORY = 10**9  # GiB; a larger number is taken for an error
 SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
@@ -181,8 +182,7 @@ def _heading(found: "Plan") -> str:
 
 
 def _print_table(found: "Plan", console: Console, every: bool) -> None:
-    heads, rows = found.table(every)
-    tabulate(console, heads, [list(map(escape, row)) for row in rows])
+    tabulate(console, *found.table(every))
     if every:
         return
     notes, storages = [], dict.fromkeys(row.storage.name for row in found.rows)
@@ -206,8 +206,7 @@ def _print_sent(found: "Plan", console: Console) -> None:
     heads = ["attention", *(f"sent: {work}" for work in SENT.values())]
     rows = list({row.key: row for row in found.rows}.values())
     cells = [
-        [escape(row.attention), *(readable_bytes(getattr(row.sent, name)) for name in SENT)]
-        for row in rows
+        [row.attention, *(readable_bytes(getattr(row.sent, name)) for name in SENT)] for row in rows
     ]
     tabulate(console, heads, cells)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from regard.cache import Cache, KVCache, SlidingCache
 from regard.cache.quantized import QuantizedCache, QuantizedWindow
-from regard.plan.cost import Workload, cache_bytes
+from regard.plan.cache_bytes import cache_bytes
 from regard.plan.modules import shape_of
-from regard.plan.shapes import STORAGES, LayerShape, Storage
+from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload
 
 __all__ = ["bytes_of_caches", "shape_of", "storage_in", "storage_of"]
 

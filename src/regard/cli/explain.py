@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import Json, Threads, refuse, size, spelled, start, verb
 from regard.cli.terminal import print_json, printable, ranges, say, stdout, wrapped
 from regard.words import counted
 
@@ -27,7 +27,7 @@ NEXT = (
 )
 
 
-@verb
+@options.verb
 def explain(
     model: Annotated[
         Path | None,
@@ -36,34 +36,32 @@ def explain(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[int | None, size("Of a model: tokens, 4096 if left out.")] = None,
-    num_heads: Annotated[int | None, size("Query heads, in place of a model.")] = None,
-    num_kv_heads: Annotated[
-        int | None, size("Key heads; as many as query heads if left out.")
-    ] = None,
-    head_dim: Annotated[int | None, size("Channels of a query or key.")] = None,
-    v_head_dim: Annotated[int | None, size("Channels of a value; as of a key if left out.")] = None,
-    queries: Annotated[int, size("New tokens; 1 is a decoding step.")] = 1,
-    keys: Annotated[int | None, size("Tokens in all, 4096 if left out.")] = None,
-    batch: Annotated[int, size("Rows.")] = 1,
+    context: Annotated[int | None, options.size("Of a model: tokens, 4096 if left out.")] = None,
+    num_heads: options.NumHeads = None,
+    num_kv_heads: options.NumKVHeads = None,
+    head_dim: Annotated[int | None, options.size("Channels of a query or key.")] = None,
+    v_head_dim: options.ValueDim = None,
+    queries: Annotated[int, options.size("New tokens; 1 is a decoding step.")] = 1,
+    keys: Annotated[int | None, options.size("Tokens in all, 4096 if left out.")] = None,
+    batch: options.Batch = 1,
     mask: Annotated[
         str | None, typer.Option(help='A rule in quotes; "Causal()" if left out.')
     ] = None,
     dtype: Annotated[
-        Literal["float64", "float32", "bfloat16", "float16"] | None,
+        options.AnyDtype | None,
         typer.Option(help="Of queries, keys and values; the model's own, or float32."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where they are: cpu, cuda.")] = "cpu",
-    threads: Threads = None,
+    threads: options.Threads = None,
     why: Annotated[
         bool, typer.Option("--why", help="Of a model: masks, and why other backends do not run.")
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Name the backend that runs a call, its simplified mask, and objections of the others."""
     given = {name: value for name, value in locals().items() if name in SIZES and value is not None}
     _check_call(model, context, given)
-    start("regard.cli.explaining", threads=threads)
+    options.start("regard.cli.explaining", threads=threads)
     from regard.cli.explaining import Tensors, of_model, of_sizes, refused
 
     tokens, missing, title = context or keys or CONTEXT, {}, ""
@@ -88,13 +86,13 @@ def explain(
 def _check_call(model: Path | None, context: int | None, given: dict[str, Any]) -> None:
     """Refuse sizes beside a model, and sizes that are no call."""
     if model is not None and given:
-        refuse(spelled(min(given)), "a model says this itself")
+        options.refuse(options.spelled(min(given)), "a model says this itself")
     if model is None and context is not None:
-        refuse("--context", "goes with a model; of sizes it is --keys")
+        options.refuse("--context", "goes with a model; of sizes it is --keys")
     if model is None and not {"num_heads", "head_dim"} <= given.keys():
-        refuse("MODEL", "give a model, or --num-heads and --head-dim")
+        options.refuse("MODEL", "give a model, or --num-heads and --head-dim")
     if given.get("num_heads", 0) % given.get("num_kv_heads", 1):
-        refuse(
+        options.refuse(
             "--num-kv-heads",
             f"{given['num_kv_heads']} does not divide the {given['num_heads']} query heads",
         )

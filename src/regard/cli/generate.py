@@ -11,19 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import (
-    DEFAULT_MODEL,
-    Device,
-    Dtype,
-    Json,
-    OptionalModel,
-    Threads,
-    named,
-    refuse,
-    start,
-    verb,
-)
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.names import CACHES, PAGES, PLAIN
 from regard.page.readable import readable_bytes
@@ -38,10 +27,10 @@ ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
 
 
-@verb
+@options.verb
 def generate(
     prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
-    model: OptionalModel = None,
+    model: options.OptionalModel = None,
     attention: Annotated[
         Literal["regard", "interface", "transformers"],
         typer.Option(help="Installed, registered as an attention function, or transformers' own."),
@@ -56,7 +45,7 @@ def generate(
         ),
     ] = "auto",
     format: Annotated[
-        str, named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
+        str, options.named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
     ] = PLAIN,
     prefix_cache: Annotated[
         Path | None,
@@ -78,16 +67,16 @@ def generate(
         Literal["transformers"] | None,
         typer.Option(help="Run transformers' own attention and cache too, and compare."),
     ] = None,
-    dtype: Dtype = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    as_json: Json = False,
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Generate text with a transformers model on regard, with its time and memory."""
     if cache.lower() != "paged" and (prefix_cache is not None or format != PLAIN):
         hint = "--format" if prefix_cache is None else "--prefix-cache"
-        refuse(hint, f"it needs --cache paged, got --cache {cache}")
-    start("regard.hf", threads=threads)
+        options.refuse(hint, f"it needs --cache paged, got --cache {cache}")
+    options.start("regard.hf", threads=threads)
     import torch
 
     from regard.cli.loading import load_for
@@ -106,7 +95,7 @@ def generate(
 
     with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
         stack.enter_context(quiet())
-        with waiting(f"loading {model or DEFAULT_MODEL}"):
+        with waiting(f"loading {model or options.DEFAULT_MODEL}"):
             loaded = load_for(model, dtype=dtype, device=device)
             if prefix_cache is not None:
                 pool = prefixes_in(prefix_cache, loaded.model, format=format)

@@ -12,6 +12,20 @@ import typer
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
+MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
+
+
+def size(text: str, least: int = 1) -> Any:
+    """The option of a whole number, at least so large, and below the size of a mistake."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value > MOST:
+            raise typer.BadParameter(f"{value} is above {MOST:,}")
+        return value
+
+    return typer.Option(min=least, help=text, callback=check)
+
+
 OptionalModel = Annotated[
     Path | None,
     typer.Argument(
@@ -27,6 +41,11 @@ Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="What the model computes in; float32 on a CPU, else the checkpoint's own."),
 ]
+AnyDtype = Literal["float64", "float32", "bfloat16", "float16"]
+NumHeads = Annotated[int | None, size("Query heads, in place of a MODEL.")]
+NumKVHeads = Annotated[int | None, size("Key heads; as many as query heads if left out.")]
+ValueDim = Annotated[int | None, size("Channels of a value, if not those of a key.")]
+Batch = Annotated[int, size("Rows.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
 Svg = Annotated[Path | None, typer.Option(help="Write the picture as SVG.")]
@@ -40,8 +59,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: in panels of 60 columns option names are cut
 )
 
-
-MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
 
 # Turns of a loop in which a thread of GNU's OpenMP waits before it sleeps: 30 microseconds, about
 # the time between two operators. The default of 300,000 takes the cores from other programs.
@@ -70,17 +87,6 @@ def _added(verbs: typer.Typer, typed: str, function: Callable[..., None]) -> Cal
 
 
 show = group("show", "Draw a mask, or where the heads of a model look.")
-
-
-def size(text: str, least: int = 1) -> Any:
-    """The option of a whole number, at least so large, and below the size of a mistake."""
-
-    def check(value: int | None) -> int | None:
-        if value is not None and value > MOST:
-            raise typer.BadParameter(f"{value} is above {MOST:,}")
-        return value
-
-    return typer.Option(min=least, help=text, callback=check)
 
 
 def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:

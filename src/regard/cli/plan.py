@@ -2,13 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import Json, named, refuse, size, spelled, start, verb
 from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.names import STORAGES, UNCHANGED
 from regard.page.readable import readable_bytes
@@ -27,7 +27,7 @@ SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
 MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
 
-@verb
+@options.verb
 def plan(
     model: Annotated[
         Path | None,
@@ -36,22 +36,24 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    num_heads: Annotated[int | None, size("Query heads, instead of MODEL.")] = None,
-    hidden_size: Annotated[int | None, size("Channels of the hidden states.")] = None,
-    num_kv_heads: Annotated[int | None, size("Key heads; the query heads if left out.")] = None,
+    num_heads: options.NumHeads = None,
+    hidden_size: Annotated[int | None, options.size("Channels of the hidden states.")] = None,
+    num_kv_heads: options.NumKVHeads = None,
     head_dim: Annotated[
-        int | None, size("Channels of a query; hidden size / heads if left out.")
+        int | None, options.size("Channels of a query; hidden size / heads if left out.")
     ] = None,
-    v_head_dim: Annotated[int | None, size("Channels of a value, if others.")] = None,
-    num_layers: Annotated[int | None, size("Layers; 1.")] = None,
-    kv_lora_rank: Annotated[int | None, size("Of MLA: channels of its latent.")] = None,
-    q_lora_rank: Annotated[int | None, size("Of MLA: channels of its query latent.")] = None,
+    v_head_dim: options.ValueDim = None,
+    num_layers: Annotated[int | None, options.size("Layers; 1.")] = None,
+    kv_lora_rank: Annotated[int | None, options.size("Of MLA: channels of its latent.")] = None,
+    q_lora_rank: Annotated[
+        int | None, options.size("Of MLA: channels of its query latent.")
+    ] = None,
     qk_rope_head_dim: Annotated[
-        int | None, size("Channels with RoPE; a whole head if left out.", least=0)
+        int | None, options.size("Channels with RoPE; a whole head if left out.", least=0)
     ] = None,
-    window: Annotated[int | None, size("Keys that a query sees at most.")] = None,
-    context: Annotated[int, size("Tokens of the prefill and in the cache.")] = 4096,
-    batch: Annotated[int, size("Rows.")] = 1,
+    window: Annotated[int | None, options.size("Keys that a query sees at most.")] = None,
+    context: Annotated[int, options.size("Tokens of the prefill and in the cache.")] = 4096,
+    batch: options.Batch = 1,
     memory: Annotated[
         float, typer.Option(help="GiB for the cache alone, of each rank, for what fits.")
     ] = 1.0,
@@ -60,13 +62,13 @@ def plan(
         typer.Option(help="Whose least time is stated, as h100; this: your machine. Repeatable."),
     ] = None,
     dtype: Annotated[
-        Literal["float64", "float32", "bfloat16", "float16"] | None,
+        options.AnyDtype | None,
         typer.Option(help="Of weights and plain caches; the model's if left out."),
     ] = None,
-    tp: Annotated[int, size("Ranks that share the heads.")] = 1,
-    cp: Annotated[int, size("Ranks that share the tokens.")] = 1,
+    tp: Annotated[int, options.size("Ranks that share the heads.")] = 1,
+    cp: Annotated[int, options.size("Ranks that share the tokens.")] = 1,
     block: Annotated[
-        int, size("As --all, with whole blocks of so many tokens; 16 in vLLM.", least=0)
+        int, options.size("As --all, with whole blocks of so many tokens; 16 in vLLM.", least=0)
     ] = 0,
     attention: Annotated[
         list[str] | None,
@@ -74,14 +76,14 @@ def plan(
     ] = None,
     storage: Annotated[
         list[str] | None,
-        named(
+        options.named(
             STORAGES,
             f"How caches store keys and values: {', '.join(STORAGES)}; repeatable.",
             also=UNCHANGED,
         ),
     ] = None,
     page_size: Annotated[
-        int, size("Tokens of a page of a PagePool; 0: caches without pages.", least=0)
+        int, options.size("Tokens of a page of a PagePool; 0: caches without pages.", least=0)
     ] = 0,
     every: Annotated[
         bool,
@@ -91,17 +93,17 @@ def plan(
         bool, typer.Option("--why", help="How figures are counted, and why rows are missing.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Costs of each attention that a model could have: cache, time, and the context that fits."""
     sizes = {name: value for name, value in locals().items() if name in SIZES and value is not None}
     if model is not None and sizes:
-        refuse(spelled(min(sizes)), "a MODEL has its own sizes")
+        options.refuse(options.spelled(min(sizes)), "a MODEL has its own sizes")
     if model is None and not {"num_heads", "hidden_size"} <= sizes.keys():
-        refuse("MODEL", "give a MODEL, or --num-heads and --hidden-size")
+        options.refuse("MODEL", "give a MODEL, or --num-heads and --hidden-size")
     if not 0 < memory <= MOST_MEMORY:
-        refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
-    start("regard.plan.planning")
+        options.refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
+    options.start("regard.plan.planning")
     from regard.plan.planning import plan as plan_model
 
     found = plan_model(

@@ -11,19 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import (
-    DEFAULT_MODEL,
-    Html,
-    Json,
-    OptionalModel,
-    Png,
-    Svg,
-    Threads,
-    refuse,
-    show,
-    start,
-)
 from regard.cli.terminal import print_json, ranges, say, stdout, waiting
 from regard.words import counted
 
@@ -70,9 +59,9 @@ class Asked:
         return any(each is not None for each in (self.layers, self.heads, self.queries, self.keys))
 
 
-@show
+@options.show
 def show_attention(
-    model: OptionalModel = None,
+    model: options.OptionalModel = None,
     text: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     text_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     layers: Annotated[
@@ -86,16 +75,16 @@ def show_attention(
     out: Annotated[
         Path | None, typer.Option(help="Save maps and tokens, as other viewers read them: .npz.")
     ] = None,
-    svg: Svg = None,
-    png: Png = None,
-    html: Html = None,
-    threads: Threads = None,
-    as_json: Json = False,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    html: options.Html = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Draw where the heads of a model look, while its fast kernels run."""
     if (text is None) == (text_file is None):
-        refuse("--text", "give one of --text and --text-file")
-    start("regard.see", threads=threads)
+        options.refuse("--text", "give one of --text and --text-file")
+    options.start("regard.see", threads=threads)
     from regard.see import attention
     from regard.see.map_picture import draw
     from regard.see.pages import head_maps
@@ -113,7 +102,7 @@ def show_attention(
             maps = attention(loaded, ids, names=names, **chosen)
         except IndexError as error:  # a layer, head or query that is not there
             raise ValueError(str(error)) from error
-    seconds, name = time.perf_counter() - started, str(model or DEFAULT_MODEL)
+    seconds, name = time.perf_counter() - started, str(model or options.DEFAULT_MODEL)
     shown = printed(maps, asked)
     if out is not None:
         maps.save(out)
@@ -138,7 +127,7 @@ def _load(model: Path | None, prompt: str) -> tuple[Any, Any, list[str]]:
     from regard.hf import fetch_smollm2, load
     from regard.hf.packages import quiet
 
-    with quiet(), waiting(f"loading {model or DEFAULT_MODEL}"):
+    with quiet(), waiting(f"loading {model or options.DEFAULT_MODEL}"):
         loaded, tokenizer = load(model or fetch_smollm2())
     if tokenizer is None:
         raise ValueError("the model has no tokenizer, which a prompt needs")

@@ -44,7 +44,9 @@ def show_mask(
     _check_row("head", head, rule.heads, "head")
     span = mask_picture.span_of(rule, queries, keys, q_start=q_start, kv_start=kv_start)
     place = {"b": batch_row, "h": head}
-    said = cell and mask_picture.sentence(rule, span, *_slots_of(cell), **place)
+    said = None
+    if cell is not None:
+        said = mask_picture.sentence(rule, span, *_slots_of(cell), **place)
     if svg is not None:
         write_whole(svg, mask_picture.svg(rule, span, **place).encode())
     if png is not None:

@@ -42,7 +42,7 @@ from page_methods import KEYS, PAGE, VALUES, SealedPages
 from torch import Tensor
 
 from regard import Cache, KVCache, PagedCache, PagePool
-from regard.compare import Runner, converted_cache, texts_for
+from regard.compare import Runner, texts_for
 from regard.compare.candidates import DEEPSEEK
 from regard.convert import convert, windows_of
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
@@ -273,14 +273,11 @@ def check(model: Any, layers: Sequence[Any], tokens: Tensor) -> None:
 
 
 def latent(model: Any, tokenizer: Any, shipped: Sequence[Any]) -> Sequence[Any]:
-    """The model's attention converted to MLA, read from disk if `regard compare` converted it."""
-    target, tokens = DEEPSEEK(shipped, budget=0.5), texts_for(tokenizer, context=1024).calibration
-    name = converted_cache.name_of(target, shipped, tokens)
-    found = converted_cache.find(name, shipped)
-    if found is None:
-        (converted,) = convert(model, [target], tokens)
-        converted_cache.store(name, found := converted.layers)
-    return found
+    """The model's attention converted to MLA."""
+    target = DEEPSEEK(shipped, shipped[0].q_proj.weight.dtype, budget=0.5)
+    tokens = texts_for(tokenizer, context=1024).calibration
+    (converted,) = convert(model, [target], tokens)
+    return converted.layers
 
 
 def show(row: dict[str, Any]) -> None:

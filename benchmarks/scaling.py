@@ -15,9 +15,10 @@ from typing import Any
 
 from scaling_model import BACKWARD, BACKWARD_SCORES, Machine, ring_seconds
 
-from regard.plan.cost import Workload, attention_flops, cost_of, visible_pairs
+from regard.plan.cost import cost_of
+from regard.plan.flops import attention_flops, visible_pairs
 from regard.plan.sent import sent_of, sum_sent
-from regard.plan.shapes import STORAGES, LayerShape
+from regard.plan.shapes import STORAGES, LayerShape, Workload
 
 DOCS = Path(__file__).parents[1] / "docs"
 POINTS, PAGES = DOCS / "distributed.json", (DOCS / "scaling.md", DOCS / "zh" / "scaling.md")

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from regard.ops.estimates import FLASH, READ
-from regard.plan.cost import attention_flops, cost_of, visible_pairs
+from regard.plan.cost import cost_of
 from regard.plan.devices import Device, device_of
+from regard.plan.flops import attention_flops, visible_pairs
 from regard.plan.sent import SINGLE, Sent, forward_sums, sent_of
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Workload
 

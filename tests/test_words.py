@@ -47,13 +47,13 @@ def test_the_code_of_a_dataclass_has_the_shapes_of_tensors():
 def test_every_verb_and_function_has_the_same_names_of_caches():
     """`hf.cache`, `regard generate`, `compare` and `plan` name the same storage in one way."""
     pytest.importorskip("transformers")
-    from regard.cli import generate, planning
+    from regard.cli import generate, plan
     from regard.compare import CANDIDATES
     from regard.hf.generating.caches import NAMES
     from regard.plan import STORAGES
 
     assert {*generate.CACHES} == {*NAMES}
-    assert {*planning.STORAGES} == {*STORAGES} == {*NAMES} & {*STORAGES} | {"plain"}
+    assert {*plan.STORAGES} == {*STORAGES} == {*NAMES} & {*STORAGES} | {"plain"}
     compared = {each.key for each in CANDIDATES} & {each.lower() for each in STORAGES}
     assert compared == {each.lower() for each in STORAGES} - {"plain", "k8v8"}  # which is int8
 

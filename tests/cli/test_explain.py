@@ -12,6 +12,7 @@ import regard.cli.explain as cli
 from pages import shown_commands, without_figures
 from regard import Causal, Chunked, SlidingWindow, Span, explain
 from regard.cli.app import run
+from regard.cli.explaining import mask_of
 from regard.ops.backends import BACKENDS
 from regard.plan.shapes import LayerShape, ModelShape
 
@@ -168,11 +169,11 @@ def test_sinks_and_softcap_reach_the_backends(model, monkeypatch, capsys):
 
 
 def test_the_mask_of_a_layer():
-    assert cli.mask_of(LayerShape(**GQA)) == Causal()
-    assert cli.mask_of(LayerShape(**GQA, window=3, chunk=4)) == (
+    assert mask_of(LayerShape(**GQA)) == Causal()
+    assert mask_of(LayerShape(**GQA, window=3, chunk=4)) == (
         Causal() & SlidingWindow(3) & Chunked(4)
     )
-    assert repr(cli.mask_of(LayerShape(**GQA, causal=False))) == "Everything()"
+    assert repr(mask_of(LayerShape(**GQA, causal=False))) == "Everything()"
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,7 @@ def test_layers_of_the_modules_compute_the_same_as_the_model(family):
 @torch.no_grad()
 def test_layers_are_converted_once_when_the_first_row_needs_them(texts, monkeypatch):
     model = tiny("llama")
-    own, shipped = (
-        runner.convert,
-        [attention_of(module) for module in attention_modules(model).values()],
-    )
+    shipped = [attention_of(module) for module in attention_modules(model).values()]
     own, calls = runner.convert, []
     named = chosen(["int8", "mqa", "mha", "gqa"])
     monkeypatch.setattr(

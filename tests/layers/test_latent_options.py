@@ -130,9 +130,9 @@ def test_a_sink_takes_a_share_of_every_row_once_in_every_part():
 def test_its_code_and_its_shape_have_the_options():
     import regard
     from regard.plan import LayerShape
-    from regard.plan.cost import parameters
     from regard.plan.modules import shape_of
     from regard.plan.shapes import Workload
+    from regard.plan.weights import parameters
 
     layer = both("hy_v4")[2]
     again = eval(repr(layer), vars(regard))

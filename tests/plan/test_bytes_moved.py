@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from regard.plan import cost as real_cost
+from costs import REAL as real_cost
 from regard.plan.shapes import STORAGES, LayerShape, storages_of
 
 PLAIN, INT8 = STORAGES["plain"], STORAGES["int8"]

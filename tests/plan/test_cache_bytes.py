@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 import torch
 
+from costs import REAL as real_cost
 from measured_layers import cache_of, layer_of
 from regard import KVCache, SlidingCache
 from regard.hf.generating.caches import maker_of
-from regard.plan import cost as real_cost
 from regard.plan.cache_bytes import coded_keys, coded_tokens, pages
 from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload, storages_of
 

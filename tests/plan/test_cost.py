@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from costs import REAL as real_cost
 from measured_layers import PART, SHAPES, measured
-from regard.plan import cost as real_cost
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 
 PLAIN, INT8 = STORAGES["plain"], STORAGES["int8"]

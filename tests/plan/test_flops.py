@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from costs import REAL as real_cost
 from measured_layers import layer_of
 from regard import EVERYTHING, Causal, KVCache, SlidingWindow, Span, Where
-from regard.plan import cost as real_cost
 from regard.plan.shapes import LayerShape
 
 MHA = LayerShape(hidden_size=20, num_heads=3, num_kv_heads=3, head_dim=4, v_head_dim=4)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from costs import REAL as real_cost
 from measured_layers import layer_of
-from regard.plan import cost as real_cost
 from regard.plan.shapes import LayerShape, Workload
 from regard.plan.weights import matrices, vectors
 

@@ -5,17 +5,17 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 
 import pytest
 
+from costs import MODULES, costs
+from costs import REAL as real_cost
 from covering import few
 from regard import plan
-from regard.plan import cost as real_cost
 from regard.plan.shapes import storages_of
 
 SOURCES = Path(plan.__file__).parent
-MODULES = ("cache_bytes", "weights", "flops", "cost")
 IN_ALL = "test_cost:test_costs_are_those_of_real_layers_and_caches"  # the random shapes
 
 
@@ -301,8 +301,8 @@ OUT_OF_REACH = {  # of the random shapes: one layer on one rank, no chunks, no p
 }
 
 
-def built(mutant: Mutant, monkeypatch) -> ModuleType:
-    """The module `cost` on top of the modules with the mistake in one of them."""
+def built(mutant: Mutant, monkeypatch) -> SimpleNamespace:
+    """The costs by modules with the mistake in one of them."""
     for name in ("shapes",) * (mutant.module == "shapes") + MODULES:
         source = (SOURCES / f"{name}.py").read_text()
         if name == mutant.module:
@@ -311,7 +311,7 @@ def built(mutant: Mutant, monkeypatch) -> ModuleType:
         module = ModuleType(f"regard.plan.{name}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compiled(source), vars(module))
-    return module
+    return costs()
 
 
 @cache
@@ -319,13 +319,13 @@ def compiled(source: str) -> CodeType:
     return compile(source, "costs with a mistake", "exec")
 
 
-def run(name: str, cost: ModuleType) -> None:
-    """A test of another file, given a module of costs."""
+def run(name: str, cost: SimpleNamespace) -> None:
+    """A test of another file, given all costs."""
     file, _, test = name.partition(":")
     getattr(importlib.import_module(f"plan.{file}"), test)(**ARGUMENTS.get(name, {}), cost=cost)
 
 
-def noticed(name: str, cost: ModuleType) -> bool:
+def noticed(name: str, cost: SimpleNamespace) -> bool:
     try:
         run(name, cost)
     except AssertionError:

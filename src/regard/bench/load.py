@@ -59,9 +59,8 @@ class Watch:
         self.begun = _clocks()
 
     def load(self) -> Load:
-        wall, own, process, everyone = (
-            now - then for now, then in zip(_clocks(), self.begun, strict=True)
-        )
+        spent = (now - then for now, then in zip(_clocks(), self.begun, strict=True))
+        wall, own, process, everyone = spent
         wall = max(wall, 1e-9)
         others = (everyone - process) / wall if everyone else 0.0
         return Load(min(1.0, max(0.0, 1 - own / wall)), max(0.0, others))

@@ -12,26 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.bench.timing import (
-    COLD,
-    Store,
-    Variants,
-    interleave,
-    product_rate,
-    read_bandwidth,
-)
+from regard.bench.timing import COLD, Store, Variants, interleave, product_rate, read_bandwidth
 from regard.masks import Causal, Span
 from regard.ops.attend import attend, prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Call
 from regard.ops.choose import objection_of
-from regard.plan.cost import Workload, attention_flops, cache_bytes, visible_pairs
-from regard.plan.shapes import STORAGES, LayerShape
 from regard.turns import Ratio, ratio_of
 from regard.words import counted
 
 TORCH = "torch sdpa"
-PLAIN = STORAGES["plain"]
 ROUNDS = 15  # in each of which every entry runs once
 SLOW = 20.0  # backends whose estimate is this many times the best one are not measured
 SECONDS = 2.0  # for each shape, after which no further round begins
@@ -75,27 +65,14 @@ class Shape:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, each read once."""
-        name = str(dtype).removeprefix("torch.")
-        work = Workload(context=self.keys, batch=self.batch, dtype=name)
-        return cache_bytes(self._layer, PLAIN, work)
+        return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * dtype.itemsize
 
     @property
     def flops(self) -> int:
         """Floating-point operations of two products over the visible cells."""
-        earlier = self.keys - self.queries  # queries of earlier calls are not computed again
-        cells = visible_pairs(self._layer, self.keys) - visible_pairs(self._layer, earlier)
-        work = Workload(context=self.keys, batch=self.batch)
-        return attention_flops(self._layer, work, cells)
-
-    @property
-    def _layer(self) -> LayerShape:
-        return LayerShape(
-            hidden_size=self.heads * self.head_dim,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-        )
+        earlier = self.keys - self.queries  # keys that every query sees
+        cells = self.queries * earlier + self.queries * (self.queries + 1) // 2
+        return 4 * self.batch * self.heads * self.head_dim * cells
 
 
 @dataclass(frozen=True)
@@ -223,15 +200,10 @@ def bench(
         >>> measured.shapes[0].entries[0].name
         'torch sdpa'
     """
-    for name, size in {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():
-        if size < 1:
-            raise ValueError(f"{name} is at least 1, got {size}")
-    if keys < 1 or heads % kv_heads:
-        raise ValueError(
-            f"heads={heads} on kv_heads={kv_heads} and keys={keys}: kv_heads divides heads, "
-            "and there is at least one key"
-        )
-    wanted = shapes(heads, kv_heads, head_dim, keys)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "keys": keys}
+    if min(sizes.values()) < 1 or heads % kv_heads:
+        raise ValueError(f"each of {sizes} is at least 1, and kv_heads divides heads")
+    wanted = shapes(**sizes)
     progress("the limits of this machine", 0, len(wanted) + 1)
     with torch.no_grad():
         result = Bench(
@@ -253,17 +225,17 @@ def _measured(
 ) -> Measured:
     variants, chosen, absent = _variants(shape, store)
     times = interleave(variants, rounds=rounds, limit=SECONDS)
-    reading = shape.nbytes(dtype) / machine.read_bandwidth
-    computing = shape.flops / machine.product_rate
-    least = max(reading, computing)
+    least = {
+        "reads": shape.nbytes(dtype) / machine.read_bandwidth,
+        "products": shape.flops / machine.product_rate,
+    }
+    limit = max(least, key=least.__getitem__)
     entries = []
     for name, seconds in times.items():
         to, middle = ratio_of(seconds, times[TORCH]), statistics.median(seconds)
-        entries.append(
-            Entry(name, 1e3 * middle, to.value, to.low, to.high, least / middle, to.pairs)
-        )
-    limit = "reads" if reading > computing else "products"
-    return Measured(shape, machine.dtype, chosen, limit, 1e3 * least, entries, absent)
+        of_limit = least[limit] / middle
+        entries.append(Entry(name, 1e3 * middle, to.value, to.low, to.high, of_limit, to.pairs))
+    return Measured(shape, machine.dtype, chosen, limit, 1e3 * least[limit], entries, absent)
 
 
 def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]]:
@@ -293,15 +265,14 @@ def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]
 def _absent(call: Call) -> dict[str, str]:
     """The reasons why backends are not measured: their objections, or their estimated times."""
     found = {name: objection_of(call, name) for name in BACKENDS}
-    absent = {name: objection for name, objection in found.items() if objection is not None}
-    absent["flex"] = "flex is for GPUs: on a CPU it stores all scores, and is traced first"
-    able = {name: BACKENDS[name].estimate(call) for name in BACKENDS if name not in absent}
+    found["flex"] = "flex is for GPUs: on a CPU it stores all scores, and is traced first"
+    able = {name: BACKENDS[name].estimate(call) for name, why in found.items() if why is None}
     best = min(able.values())
-    slow = {name: seconds / best for name, seconds in able.items() if seconds > SLOW * best}
-    return absent | {
-        name: f"{name} would take about {times:,.0f} times as long as the fastest backend"
-        for name, times in slow.items()
-    }
+    for name, seconds in able.items():
+        if seconds > SLOW * best:
+            times = f"about {seconds / best:,.0f} times as long as the fastest backend"
+            found[name] = f"{name} would take {times}"
+    return {name: why for name, why in found.items() if why is not None}
 
 
 def _torch(

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,20 +57,17 @@ class Tuning:
     def objection(self) -> str | None:
         """Why these rates should not be saved, in a sentence; None if they should."""
         threads = torch.get_num_threads()
+        apart = max(self.spread, key=self.spread.__getitem__)
+        fold = {name: max(ratio, 1 / ratio) for name, ratio in self.drift.items()}
+        later = max(fold, key=fold.__getitem__)
         found = self.load.objection(threads)
-        name = max(self.spread, key=self.spread.__getitem__)
-        if found is None and self.spread[name] > APART:
-            found = f"the quartiles of {name} are {self.spread[name]:.1f}-fold apart"
-        name = max(self.drift, key=lambda name: _fold(self.drift[name]))
-        if found is None and _fold(self.drift[name]) > LATER:
-            found = f"the median of {name} changed {_fold(self.drift[name]):.1f}-fold meanwhile"
+        if found is None and self.spread[apart] > APART:
+            found = f"the quartiles of {apart} are {self.spread[apart]:.1f}-fold apart"
+        if found is None and fold[later] > LATER:
+            found = f"the median of {later} changed {fold[later]:.1f}-fold meanwhile"
         if found is not None:
             return f"this machine is busy: {found}"
         return self.speed.objection(typical(threads))
-
-
-def _fold(ratio: float) -> float:
-    return max(ratio, 1 / ratio)
 
 
 @dataclass(frozen=True)
@@ -168,16 +166,25 @@ def _elements(size: float) -> Rate:
     return Rate(lambda: torch.mul(source, 1.0, out=target), float(source.numel()))
 
 
-def _row(dtype: torch.dtype, size: float, queries: int = 1) -> Rate:
-    """A few queries per head through torch's kernel, over keys in no cache of the processor."""
-    heads, keys, dim = 8, max(16, int(2048 * size)), 128
+def _over_cold_keys(
+    run: Callable[..., object], keys: int, size: float, dtype: torch.dtype, queries: int = 1
+) -> Rate:
+    """A few queries in each of eight heads, over keys and values in no cache of the processor.
+
+    `run` takes queries, keys and values.
+    """
+    heads, keys, dim = 8, max(16, int(keys * size)), 128
     store = Store(dtype, total=max(1 << 20, int(COLD * size)))
     q = store(1, heads, queries, dim)
+    return Rate(
+        lambda: run(q, store(1, heads, keys, dim), store(1, heads, keys, dim)),
+        2.0 * heads * keys * dim,
+    )
 
-    def run() -> None:
-        F.scaled_dot_product_attention(q, store(1, heads, keys, dim), store(1, heads, keys, dim))
 
-    return Rate(run, 2.0 * heads * keys * dim)
+def _row(dtype: torch.dtype, size: float, queries: int = 1) -> Rate:
+    """A few queries per head through torch's kernel."""
+    return _over_cold_keys(F.scaled_dot_product_attention, 2048, size, dtype, queries)
 
 
 def _scores(size: float) -> Rate:
@@ -188,17 +195,11 @@ def _scores(size: float) -> Rate:
 
 
 def _stream(size: float) -> Rate:
-    """One query per head through `fused`, over keys in no cache of the processor."""
+    """One query per head through `fused`: bytes a second."""
     from regard.ops.kernels.launching import decode
 
-    heads, keys, dim = 8, max(16, int(4096 * size)), 128
-    store = Store(total=max(1 << 20, int(COLD * size)))
-    q = store(1, heads, 1, dim)
-
-    def run() -> None:
-        decode(q, store(1, heads, keys, dim), store(1, heads, keys, dim), scale=0.1)
-
-    return Rate(run, 4 * 2.0 * heads * keys * dim)
+    rate = _over_cold_keys(partial(decode, scale=0.1), 4096, size, torch.float32)
+    return Rate(rate.run, rate.amount * FLOAT["dtype"].itemsize)
 
 
 def _fused(size: float) -> Rate:

@@ -1,8 +1,7 @@
 """The command line: results on stdout, all else on stderr.
 
-A verb is a typer function in the module of its name; `describe`, `plan` and `explain` are in
-`planning`. Modules with verbs import no torch, and a verb imports it once its options are checked:
-help, the version and refused options take 0.3 s.
+A verb is a typer function in the module of its name. Modules with verbs import no torch, and a verb
+imports it once its options are checked: help, the version and refused options take 0.3 s.
 """
 
 import sys

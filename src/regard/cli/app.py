@@ -18,7 +18,7 @@ from regard.cli.options import VERBS, app
 from regard.cli.terminal import printable, wrapped
 
 for name in (
-    *("show_mask", "show_attention", "planning"),  # describe, plan and explain
+    *("show_mask", "show_attention", "describe", "plan", "explain"),
     *("compare", "convert", "generate", "bench", "tune", "cache"),
 ):
     import_module(f"regard.cli.{name}")  # its verbs join `app`

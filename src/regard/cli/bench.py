@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Json, Threads, refuse, size, start, verb
@@ -78,10 +79,10 @@ def show(result: "Bench", console: Console, *, every: bool = False) -> None:
     say(console, f"Next: {more}regard tune measures the rates from which backends are chosen.")
 
 
-def _rows(measured: "Measured", every: bool) -> list[list[str]]:
+def _rows(measured: "Measured", every: bool) -> list[list[str | Text]]:
     """A row for each entry of a shape, with what limits it; regard's is bold beside others."""
     shape = f"{measured.shape.name} ({measured.limit})"
-    rows = []
+    rows: list[list[str | Text]] = []
     for entry in measured.entries if every else [_own(measured)]:
         cells = [
             entry.name if every else entry.name.removeprefix("regard: "),
@@ -91,7 +92,7 @@ def _rows(measured: "Measured", every: bool) -> list[list[str]]:
             f"{entry.of_limit:.0%}",
         ]
         bold = every and entry is _own(measured)
-        rows.append([shape, *(f"[bold]{cell}[/bold]" if bold else cell for cell in cells)])
+        rows.append([shape, *(Text(cell, style="bold" * bold) for cell in cells)])
     return rows
 
 

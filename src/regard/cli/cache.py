@@ -41,24 +41,18 @@ def cache(
 ) -> None:
     """Files that regard stores on this disk: list them with their sizes, or remove them."""
     chosen = list(KINDS) if ALL in (clear or ()) else list(dict.fromkeys(clear or ()))
-    found = [kept(kind) for kind in chosen or KINDS]
+    found, folder = [kept(kind) for kind in chosen or KINDS], str(cache_folder())
     for kind in chosen:
         remove(kind)
     if as_json:
-        print_json(
-            {
-                "folder": str(cache_folder()),
-                "removed": bool(chosen),
-                "kinds": [each._asdict() for each in found],
-            }
-        )
+        kinds = [each._asdict() for each in found]
+        print_json({"folder": folder, "removed": bool(chosen), "kinds": kinds})
         return
     console = stdout(UNWRAPPED)
     total = readable_bytes(sum(each.nbytes for each in found))
     if chosen:
-        say(console, f"removed {total} from {cache_folder()}: {', '.join(chosen)}")
+        say(console, f"removed {total} from {folder}: {', '.join(chosen)}")
         return
-    folder = str(cache_folder())
     say(console, f"{folder} ({FOLDER} names another folder): {total}", bold=folder)
     console.print()
     rows = [

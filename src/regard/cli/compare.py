@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Device, Dtype, Json, OptionalModel, Threads, refuse, start, verb
+from regard.cli.options import (
+    DEFAULT_MODEL,
+    Device,
+    Dtype,
+    Json,
+    OptionalModel,
+    Threads,
+    refuse,
+    start,
+    verb,
+)
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 
 if TYPE_CHECKING:
@@ -85,13 +94,16 @@ def compare(
 
     if html is not None:
         check_can_write(html)
-    written = None if text is None else text.read_text(encoding="utf-8")
     rows = chosen(attention or ())
+    texts = {
+        "context": context,
+        "text": None if text is None else text.read_text(encoding="utf-8"),
+        "name": str(text),
+        "windows": windows or (WINDOWS if frontier else 1),
+    }
     own = {"candidates": rows, "memory": int(memory * GIBIBYTE), "prefills": full}
-    count = windows or (WINDOWS if frontier else 1)
-    texts = {"context": context, "text": written, "name": str(text), "windows": count}
     options = {"budget": budget} if frontier else own
-    result, stopped = _measured(model, dtype, device, texts, frontier, full, options)
+    result, stopped = _measured(model, dtype, device, texts, options, full=full)
     _report(result, full=full, html=html, as_json=as_json)
     if stopped is not None:
         done = f"{len(result.rows)}{'' if frontier else f' of {len(rows)}'} rows"
@@ -104,9 +116,9 @@ def _measured(
     dtype: str | None,
     device: str,
     texts: dict[str, Any],
-    frontier: bool,
-    full: bool,
     options: dict[str, Any],
+    *,
+    full: bool,
 ) -> tuple["Comparison | Frontier", KeyboardInterrupt | None]:
     """Load a model, compare it, and show each row; if the user stops that, the rows so far."""
     from regard import compare as comparing
@@ -115,18 +127,12 @@ def _measured(
     from regard.compare.ahead import kernels_ahead
     from regard.convert.healing.environment import keep_freed_memory
     from regard.convert.texts import python_topics
-    from regard.hf import SMOLLM2
     from regard.hf.packages import quiet
 
     keep_freed_memory()
     so_far: list[Comparison | Frontier] = []
-    ahead = kernels_ahead(
-        model or cache_folder() / SMOLLM2,
-        options.get("candidates", ()),
-        context=texts["context"],
-        dtype=dtype,
-        device=device,
-    )
+    folder, rows = model or cache_folder() / DEFAULT_MODEL, options.get("candidates", ())
+    ahead = kernels_ahead(folder, rows, context=texts["context"], dtype=dtype, device=device)
     with ahead, quiet(), progress_bar() as progress:  # a fork comes before threads
 
         def on_row(result: "Comparison | Frontier") -> None:
@@ -138,7 +144,7 @@ def _measured(
         options |= {"on_row": on_row, "progress": progress}
         measured = comparing.texts_for(loaded.tokenizer, **texts)
         try:
-            if not frontier:
+            if "budget" not in options:
                 return comparing.compare(loaded.model, measured, **options), None
             text, context = python_topics()[0], texts["context"]
             documents = comparing.documents_of(loaded.tokenizer, text, context=context)
@@ -222,8 +228,7 @@ def _shared(rows: Sequence["Row"], name: str) -> str:
 
 
 def _print_table(result: "Comparison | Frontier", full: bool, console: Console) -> None:
-    heads, rows = result.table(full)
-    tabulate(console, heads, [list(map(escape, row)) for row in rows])
+    tabulate(console, *result.table(full))
 
 
 def _line(result: "Comparison | Frontier") -> str:

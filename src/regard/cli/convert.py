@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Device, Json, Threads, start, verb
@@ -111,16 +110,12 @@ def _read(files: Sequence[Path] | None) -> dict[str, str]:
 
 def show(report: "Report", out: Path, console: Console) -> None:
     """Print the measurements before and after, as wide as the console."""
-    rows = [[escape(title), *values] for title, *values in report.table()]
     say(console, f"{report.model}: {report.was}, now {_named(report)}", bold=report.model)
     console.print()
-    tabulate(console, COLUMNS, rows)
+    tabulate(console, COLUMNS, report.table())
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
-    say(
-        console,
-        f"{report.quality}. {_saved(report, out)}: {how}.",
-    )
+    say(console, f"{report.quality}. {_saved(report, out)}: {how}.")
     say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
     console.print()

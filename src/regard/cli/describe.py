@@ -3,33 +3,73 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
-from rich.markup import escape
 
 from regard.cli.layout import tabulate
-from regard.cli.terminal import ranges, remarks, say
+from regard.cli.options import Json, start, verb
+from regard.cli.terminal import print_json, ranges, remarks, say, stdout
 from regard.page.readable import readable_bytes
-from regard.plan.cost import Workload, cache_bytes, parameters
-from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
 
+if TYPE_CHECKING:
+    from regard.plan import LayerShape, ModelShape
+
 NEXT = "Next: regard plan says what other attentions and caches cost, and what fits."
-PLAIN = STORAGES["plain"]
 COLUMNS = ("layers", "attention", "heads", "head size", "parameters", "cache, bytes")
 SHOWN = 5  # runs of layers that are listed, at most
-LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
+NUMBER = r"[^()\[\],]+"
+LONG_LIST = re.compile(rf"([(\[]{NUMBER}, {NUMBER})((?:, {NUMBER}){{4,}})([)\]])")
 
 
-def as_data(model: ModelShape) -> dict[str, Any]:
+@verb
+def describe(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder with config.json, a config.json, or a .gguf.", show_default=False
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """The layers of a model's attention: their sizes, RoPE and cache. No weights are read.
+
+    One line for each distinct layer, with the indices of the layers it stands for: its kind (MHA,
+    GQA, MQA, MLA, linear), window or chunks, key heads that other layers use, sizes of heads,
+    parameters, and bytes that a token adds to its cache. Below: rotary embeddings, the cache at
+    the length the model was made for, and what regard can and cannot run of it.
+
+    Read from a description of transformers 4 or 5, of llama.cpp, or one that regard has saved. An
+    architecture or an entry that is not known is refused by name: a description would be a guess.
+    """
+    start("regard.plan.describing")
+    from regard.plan.describing import describe as describe_file
+
+    shape = describe_file(model)
+    if as_json:
+        print_json(as_data(shape))
+    else:
+        show(shape, stdout(80))
+
+
+def as_data(model: "ModelShape") -> dict[str, Any]:
     """The data of `--json`: the model's entries, and those of each distinct layer with its costs.
 
-    Args:
-        model: the shapes.
+    The parameters of linear attention are None: they do not follow from its sizes.
     """
     layers = [
-        {"indices": list(indices), "kind": layer.kind} | asdict(layer) | _costs(model, layer)
+        {
+            "indices": list(indices),
+            "kind": layer.kind,
+            **asdict(layer),
+            "parameters": _parameters(layer),
+            "cache_bytes_per_token": _token_bytes(model, layer),
+            "cached_tokens_at_most": layer.window if layer.window is not None else layer.chunk,
+            "state_bytes": _cache(model, layer, 1) if layer.kind == "linear" else 0,
+        }
         for layer, indices in model.distinct().items()
     ]
     whole = asdict(model) | {
@@ -40,62 +80,44 @@ def as_data(model: ModelShape) -> dict[str, Any]:
     return whole | {"layers": layers}
 
 
-def _costs(model: ModelShape, layer: LayerShape) -> dict[str, int | None]:
-    """The parameters of a layer and the bytes that it caches; None where these do not follow from
-    the sizes."""
-    return {
-        "parameters": _parameters(layer),
-        "cache_bytes_per_token": _token_bytes(model, layer),
-        "cached_tokens_at_most": layer.window if layer.window is not None else layer.chunk,
-        "state_bytes": _cache(model, layer, 1) if layer.kind == "linear" else 0,
-    }
+def _parameters(layer: "LayerShape") -> int | None:
+    from regard.plan.shapes import Workload
+    from regard.plan.weights import parameters
+
+    return None if layer.kind == "linear" else parameters(layer, Workload(context=1))
 
 
-def _parameters(layer: LayerShape) -> int | None:
-    if layer.kind == "linear":
-        return None
-    return parameters(layer, Workload(context=1))
-
-
-def _all_parameters(model: ModelShape) -> int | None:
+def _all_parameters(model: "ModelShape") -> int | None:
     """The parameters of all layers together; None if those of a layer cannot be counted."""
-    found = [(_parameters(layer), len(indices)) for layer, indices in model.distinct().items()]
-    counted_ones = [count * times for count, times in found if count is not None]
-    return sum(counted_ones) if len(counted_ones) == len(found) else None
+    found = [_parameters(layer) for layer in model.layers]
+    known = [count for count in found if count is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
-def _cache(model: ModelShape, layer: LayerShape, context: int) -> int:
+def _cache(model: "ModelShape", layer: "LayerShape", context: int) -> int:
     """Bytes of the layer's cache for so many tokens; encoders have none, nor have layers that
     share keys."""
+    from regard.plan.cache_bytes import cache_bytes
+    from regard.plan.shapes import STORAGES, Workload
+
     work = Workload(context=context, dtype=model.dtype)
-    return cache_bytes(layer, PLAIN, work) if layer.causal else 0
+    return cache_bytes(layer, STORAGES["plain"], work) if layer.causal else 0
 
 
-def _token_bytes(model: ModelShape, layer: LayerShape) -> int:
+def _token_bytes(model: "ModelShape", layer: "LayerShape") -> int:
     """Bytes that a token adds to the layer's cache."""
     return 0 if layer.kind == "linear" else _cache(model, layer, 1)
 
 
-def cache_of(model: ModelShape, context: int | None) -> int | None:
-    """Bytes of all caches for so many tokens; None without a context.
-
-    Args:
-        model: the shapes.
-        context: tokens, or None.
-    """
+def cache_of(model: "ModelShape", context: int | None) -> int | None:
+    """Bytes of all caches for so many tokens; None without a context."""
     if context is None:
         return None
-    found = model.distinct().items()
-    return sum(_cache(model, layer, context) * len(indices) for layer, indices in found)
+    return sum(_cache(model, layer, context) for layer in model.layers)
 
 
-def show(model: ModelShape, console: Console) -> None:
-    """Print a line for each distinct layer, and what follows from all of them.
-
-    Args:
-        model: the shapes.
-        console: as wide as the table may be.
-    """
+def show(model: "ModelShape", console: Console) -> None:
+    """Print a line for each distinct layer, and what follows from all of them."""
     say(console, f"{model.name}: {_summary(model)}", bold=model.name)
     console.print()
     distinct = model.distinct()
@@ -115,7 +137,7 @@ def show(model: ModelShape, console: Console) -> None:
         say(console, sentence, style="dim")
 
 
-def _print_reasons(model: ModelShape, console: Console) -> None:
+def _print_reasons(model: "ModelShape", console: Console) -> None:
     """Print the reasons why no layer of regard computes some layers."""
     reasons = by_words(model, lambda layer: layer.unsupported)
     if [len(indices) for indices in reasons.values()] == [len(model.layers)]:
@@ -125,13 +147,13 @@ def _print_reasons(model: ModelShape, console: Console) -> None:
     remarks(console, "No layer of regard computes", by_layers)
 
 
-def _common_traits(layers: Iterable[LayerShape]) -> list[str]:
+def _common_traits(layers: Iterable["LayerShape"]) -> list[str]:
     """The traits that all layers share, where there are several kinds of layers."""
     first, *others = (traits(layer) for layer in layers)
     return [each for each in first if others and all(each in other for other in others)]
 
 
-def _summary(model: ModelShape) -> str:
+def _summary(model: "ModelShape") -> str:
     parts = [
         f"{counted(len(model.layers), 'layer')} of {model.architecture}",
         f"hidden size {model.hidden_size:,}",
@@ -145,13 +167,13 @@ def _summary(model: ModelShape) -> str:
 
 
 def _cells(
-    model: ModelShape, layer: LayerShape, indices: tuple[int, ...], every: Sequence[str]
+    model: "ModelShape", layer: "LayerShape", indices: tuple[int, ...], every: Sequence[str]
 ) -> list[str]:
     numbers, widths = _parameters(layer), dict.fromkeys((layer.head_dim, layer.v_head_dim))
     own = [each for each in traits(layer) if each not in every]
     return [
         _few(indices),
-        escape("; ".join((layer.kind, *own))),
+        "; ".join((layer.kind, *own)),
         f"{layer.num_heads:,} on {layer.num_kv_heads:,}",
         " / ".join(f"{each:,}" for each in widths),
         "-" if numbers is None else f"{numbers:,}",
@@ -159,13 +181,11 @@ def _cells(
     ]
 
 
-def traits(layer: LayerShape) -> list[str]:
+def traits(layer: "LayerShape") -> list[str]:
     """The traits of a layer besides its kind, in words.
 
-    Args:
-        layer: of any kind.
-
     Examples:
+        >>> from regard.plan import LayerShape
         >>> traits(LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8,
         ...     window=4096, sinks=True, rope="Rotary(8)"))
         ['window of 4,096', 'sinks']
@@ -195,7 +215,7 @@ def traits(layer: LayerShape) -> list[str]:
     return [words for holds, words in found if holds]
 
 
-def by_words(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
+def by_words(model: "ModelShape", words: Callable[["LayerShape"], str]) -> dict[str, list[int]]:
     """The indices of the layers that have the same words, without those that have none."""
     indices: dict[str, list[int]] = {}
     for index, layer in enumerate(model.layers):
@@ -204,7 +224,7 @@ def by_words(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str,
     return indices
 
 
-def _totals(model: ModelShape) -> list[str]:
+def _totals(model: "ModelShape") -> list[str]:
     """Sentences about all layers together."""
     total = _all_parameters(model)
     sentences = []
@@ -223,7 +243,7 @@ def _totals(model: ModelShape) -> list[str]:
     return sentences
 
 
-def _growth(model: ModelShape) -> str:
+def _growth(model: "ModelShape") -> str:
     """A sentence on the bytes that a token adds to all caches, before and after windows are
     full."""
     bounded = [each for each in model.layers if each.window is not None or each.chunk is not None]
@@ -248,16 +268,10 @@ def _few(indices: Iterable[int]) -> str:
 def shortened(code: str) -> str:
     """Code with its long lists cut to their first two numbers.
 
-    Args:
-        code: of a rotary embedding.
-
     Examples:
         >>> shortened("LongRope((1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (2.0, 3.0))")
         'LongRope((1.0, 1.1, ... 6 numbers), (2.0, 3.0))'
     """
-
-    def cut(found: re.Match[str]) -> str:
-        numbers = found[0][1:-1].split(", ")
-        return f"{found[0][0]}{numbers[0]}, {numbers[1]}, ... {len(numbers)} numbers{found[0][-1]}"
-
-    return LONG_LIST.sub(cut, code)
+    return LONG_LIST.sub(
+        lambda found: f"{found[1]}, ... {found[2].count(',') + 2} numbers{found[3]}", code
+    )

@@ -1,27 +1,24 @@
 """regard explain: which backend runs a call, and why the others do not; nothing is computed."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 from rich.console import Console
-from torch import Tensor, nn
 
-from regard.cli.describe import by_words
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.loading import device_named
-from regard.cli.terminal import printable, ranges, say, wrapped
-from regard.layers.latent_forms import Absorbed, choose_form
-from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
-from regard.ops.attend import prepare
-from regard.ops.explain import Explanation, explanation
-from regard.plan.shapes import LayerShape, ModelShape
-from regard.see.grammar import mask_from
+from regard.cli.terminal import print_json, printable, ranges, say, stdout, wrapped
+from regard.words import counted
 
-MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
-STATE = "their state is no cache of keys and values"
+if TYPE_CHECKING:
+    from regard.cli.explaining import Explained
+    from regard.plan import LayerShape
+
+CONTEXT = 4096  # tokens, if none are given
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "keys", "mask")
 NAME = 9  # columns of the names that lines begin with
 COLUMNS = ("", "layers", "attention", "keys read", "backend", "estimate")
 NEXT = (
@@ -30,43 +27,94 @@ NEXT = (
 )
 
 
-@dataclass(frozen=True)
-class Explained:
-    """A call of some layers, or of none in particular.
+@options.verb
+def explain(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A folder with config.json, such a file, or a .gguf; its weights are not read.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int | None, options.size("Of a model: tokens, 4096 if left out.")] = None,
+    num_heads: options.NumHeads = None,
+    num_kv_heads: options.NumKVHeads = None,
+    head_dim: Annotated[int | None, options.size("Channels of a query or key.")] = None,
+    v_head_dim: options.ValueDim = None,
+    queries: Annotated[int, options.size("New tokens; 1 is a decoding step.")] = 1,
+    keys: Annotated[int | None, options.size("Tokens in all, 4096 if left out.")] = None,
+    batch: options.Batch = 1,
+    mask: Annotated[
+        str | None, typer.Option(help='A rule in quotes; "Causal()" if left out.')
+    ] = None,
+    dtype: Annotated[
+        options.AnyDtype | None,
+        typer.Option(help="Of queries, keys and values; the model's own, or float32."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where they are: cpu, cuda.")] = "cpu",
+    threads: options.Threads = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Of a model: masks, and why other backends do not run.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Name the backend that runs a call, its simplified mask, and objections of the others."""
+    given = {name: value for name, value in locals().items() if name in SIZES and value is not None}
+    _check_call(model, context, given)
+    options.start("regard.cli.explaining", threads=threads)
+    from regard.cli.explaining import Tensors, of_model, of_sizes, refused
 
-    Args:
-        layers: their indices.
-        kind: of their attention.
-        phase: what the call does, in words.
-        form: of MLA, the form that it is computed in, and why.
-        call: which backend runs it.
-    """
+    tokens, missing, title = context or keys or CONTEXT, {}, ""
+    if model is None:
+        tensors = Tensors(batch, dtype or "float32", device)
+        found = of_sizes(_layer(given), mask or "Causal()", queries, tokens, tensors)
+    else:
+        from regard.plan.describing import describe  # imports transformers
 
-    layers: tuple[int, ...]
-    kind: str
-    phase: str
-    form: str
-    call: Explanation
-
-
-def of_sizes(
-    layer: LayerShape, rule: str, queries: int, keys: int, batch: int, dtype: str, device: str
-) -> Explained:
-    """The call of a layer of these sizes, for the newest queries of so many keys."""
-    mask, span = mask_from(rule), _span(queries, keys)
-    return Explained((), "", "", "", _call(layer, mask, span, batch, dtype, device_named(device)))
+        shape = describe(model)
+        tensors = Tensors(batch, dtype or shape.dtype, device)
+        found, missing = of_model(shape, tokens, queries, tensors), refused(shape)
+        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {tensors.dtype}"
+    if as_json:
+        calls = [asdict(each) for each in found]
+        print_json({"model": title, "calls": calls, "refused": missing})
+        return
+    title += f"; {counted(tokens, 'token')}, {counted(batch, 'row')}" if title else ""
+    show(title, found, missing, stdout(80), why=why)
 
 
-def of_model(
-    model: ModelShape, context: int, queries: int, batch: int, dtype: str, device: str
-) -> list[Explained]:
-    """The prefill and a decoding step of every layer that regard computes, those alike as one."""
-    return _merged(_calls(model, context, queries, batch, dtype, device_named(device)))
+def _check_call(model: Path | None, context: int | None, given: dict[str, Any]) -> None:
+    """Refuse sizes beside a model, and sizes that are no call."""
+    if model is not None and given:
+        options.refuse(options.spelled(min(given)), "a model says this itself")
+    if model is None and context is not None:
+        options.refuse("--context", "goes with a model; of sizes it is --keys")
+    if model is None and not {"num_heads", "head_dim"} <= given.keys():
+        options.refuse("MODEL", "give a model, or --num-heads and --head-dim")
+    if given.get("num_heads", 0) % given.get("num_kv_heads", 1):
+        options.refuse(
+            "--num-kv-heads",
+            f"{given['num_kv_heads']} does not divide the {given['num_heads']} query heads",
+        )
+
+
+def _layer(given: dict[str, Any]) -> "LayerShape":
+    """A layer of these sizes."""
+    from regard.plan.shapes import LayerShape
+
+    heads, width = given["num_heads"], given["head_dim"]
+    return LayerShape(
+        hidden_size=heads * width,
+        num_heads=heads,
+        num_kv_heads=given.get("num_kv_heads", heads),
+        head_dim=width,
+        v_head_dim=given.get("v_head_dim", width),
+    )
 
 
 def show(
     title: str,
-    found: Sequence[Explained],
+    found: Sequence["Explained"],
     missing: dict[str, list[int]],
     console: Console,
     *,
@@ -88,7 +136,7 @@ def show(
         say(console, NEXT, style="dim")
 
 
-def _show_call(each: Explained, console: Console) -> None:
+def _show_call(each: "Explained", console: Console) -> None:
     if each.phase:
         say(console, f"{each.phase}, {each.kind} in {_listed(each.layers)}", style="bold")
     if each.form:
@@ -101,7 +149,7 @@ def _show_call(each: Explained, console: Console) -> None:
         console.print()
 
 
-def _cells(each: Explained) -> list[str]:
+def _cells(each: "Explained") -> list[str]:
     """The call of some layers in a line."""
     form = f", {each.form.partition(':')[0]}" if each.form else ""
     call = each.call
@@ -128,121 +176,3 @@ def _say_line(console: Console, line: str) -> None:
 
 def _listed(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {ranges(layers)}"
-
-
-def _span(queries: int, keys: int) -> Span:
-    """The newest queries of so many tokens."""
-    if queries > keys:
-        raise ValueError(
-            f"the queries are the newest of the keys, so at most as many; got {queries:,} queries "
-            f"and {keys:,} keys"
-        )
-    return Span(keys - queries, keys, 0, keys)
-
-
-def _calls(
-    model: ModelShape, context: int, queries: int, batch: int, dtype: str, device: torch.device
-) -> Iterator[Explained]:
-    """The prefill and a decoding step of every different layer that regard computes."""
-    step = "a token" if queries == 1 else f"{queries:,} tokens"
-    phases = {
-        f"Prefill of {context:,} tokens": _span(context, context),
-        f"Decoding {step} at {context:,}": _span(queries, context),
-    }
-    for phase, span in phases.items():
-        for layer, indices in model.distinct().items():
-            if not (layer.unsupported or layer.kind == "linear"):
-                yield _of_layer(layer, indices, phase, span, batch, dtype, device)
-
-
-def refused(model: ModelShape) -> dict[str, list[int]]:
-    """Layers that regard does not compute by attention, by the reason."""
-    return by_words(model, lambda layer: layer.unsupported or STATE * (layer.kind == "linear"))
-
-
-def _merged(calls: Iterator[Explained]) -> list[Explained]:
-    """Join calls that are alike, with the layers of all of them."""
-    layers: dict[Explained, list[int]] = {}
-    for each in calls:
-        layers.setdefault(replace(each, layers=()), []).extend(each.layers)
-    return [replace(each, layers=tuple(sorted(found))) for each, found in layers.items()]
-
-
-def _of_layer(
-    layer: LayerShape,
-    indices: tuple[int, ...],
-    phase: str,
-    span: Span,
-    batch: int,
-    dtype: str,
-    device: torch.device,
-) -> Explained:
-    mask, form, joined = mask_of(layer), "", False
-    if layer.kind == "MLA":
-        chosen = choose_form(_latent(layer, dtype), span)
-        form, joined = f"{chosen.name}: {chosen.why}", isinstance(chosen, Absorbed)
-    call = _call(layer, mask, span, batch, dtype, device, absorbed=joined)
-    return Explained(indices, layer.kind, phase, form, call)
-
-
-def mask_of(layer: LayerShape) -> Mask:
-    """The mask of a layer: what its tokens may attend to, whatever the call."""
-    mask: Mask = Causal() if layer.causal else EVERYTHING
-    if layer.window is not None:
-        mask &= SlidingWindow(layer.window)
-    return mask if layer.chunk is None else mask & Chunked(layer.chunk)
-
-
-def _latent(layer: LayerShape, dtype: str) -> Any:
-    """The sizes of an MLA layer by the names of a module, with a weight that takes no memory."""
-    assert layer.kv_lora_rank is not None
-    nope = layer.head_dim - layer.qk_rope_head_dim
-    rank, width = layer.kv_lora_rank, layer.num_heads * (nope + layer.v_head_dim)
-    up = nn.Linear(rank, width, bias=False, device="meta", dtype=getattr(torch, dtype))
-    return SimpleNamespace(
-        kv_lora_rank=rank,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=layer.qk_rope_head_dim,
-        v_head_dim=layer.v_head_dim,
-        kv_b_proj=up,
-    )
-
-
-def _call(
-    layer: LayerShape,
-    mask: Mask,
-    span: Span,
-    batch: int,
-    dtype: str,
-    device: torch.device,
-    *,
-    absorbed: bool = False,
-) -> Explanation:
-    """The call of a layer, on tensors of one element each."""
-    kv_heads, width, values = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
-    if absorbed:
-        assert layer.kv_lora_rank is not None
-        kv_heads, values = 1, layer.kv_lora_rank
-        width = values + layer.qk_rope_head_dim
-
-    if batch * layer.num_heads * span.num_keys * max(width, values) > MOST_NUMBERS:
-        raise ValueError(
-            f"a tensor has at most {MOST_NUMBERS:.1e} numbers, got {batch:,} rows x "
-            f"{layer.num_heads:,} heads x {span.num_keys:,} keys x {max(width, values):,} channels"
-        )
-
-    def light(*shape: int) -> Tensor:
-        return torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
-
-    keys = span.num_keys
-    prepared = prepare(
-        light(batch, layer.num_heads, span.num_queries, width),
-        light(batch, kv_heads, keys, width),
-        light(batch, kv_heads, keys, values),
-        mask=mask,
-        span=span,
-        scale=layer.head_dim**-0.5 if layer.scale is None else layer.scale,
-        softcap=layer.softcap,
-        sinks=light(layer.num_heads) if layer.sinks else None,
-    )
-    return explanation(prepared)

@@ -11,26 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import (
-    DEFAULT_MODEL,
-    Device,
-    Dtype,
-    Json,
-    OptionalModel,
-    Threads,
-    named,
-    refuse,
-    start,
-    verb,
-)
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.names import CACHES, PAGES, PLAIN
 from regard.page.readable import readable_bytes
 from regard.words import counted, without_controls
 
 if TYPE_CHECKING:
-    from regard.cli.loading import Loaded
     from regard.hf import Written
 
 COLUMNS = ("", "prompt, tokens/s", "first token, s", "text, tokens/s", "cache", "peak memory")
@@ -39,10 +27,10 @@ ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
 
 
-@verb
+@options.verb
 def generate(
     prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
-    model: OptionalModel = None,
+    model: options.OptionalModel = None,
     attention: Annotated[
         Literal["regard", "interface", "transformers"],
         typer.Option(help="Installed, registered as an attention function, or transformers' own."),
@@ -57,7 +45,7 @@ def generate(
         ),
     ] = "auto",
     format: Annotated[
-        str, named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
+        str, options.named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
     ] = PLAIN,
     prefix_cache: Annotated[
         Path | None,
@@ -79,49 +67,51 @@ def generate(
         Literal["transformers"] | None,
         typer.Option(help="Run transformers' own attention and cache too, and compare."),
     ] = None,
-    dtype: Dtype = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    as_json: Json = False,
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Generate text with a transformers model on regard, with its time and memory."""
     if cache.lower() != "paged" and (prefix_cache is not None or format != PLAIN):
         hint = "--format" if prefix_cache is None else "--prefix-cache"
-        refuse(hint, f"it needs --cache paged, got --cache {cache}")
-    start("regard.hf", threads=threads)
+        options.refuse(hint, f"it needs --cache paged, got --cache {cache}")
+    options.start("regard.hf", threads=threads)
+    import torch
+
     from regard.cli.loading import load_for
+    from regard.hf import write
     from regard.hf.generating.prefix_folder import prefixes_in
     from regard.hf.generating.text import cache_name
     from regard.hf.packages import quiet
 
-    own, shown = (attention, cache_name(cache)), stream and not as_json
-    more: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    more["chat"] = chat
+    more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
+    own: dict[str, Any] = {"attention": attention, "cache": cache_name(cache), "format": format}
+    other, pages, shown = {"attention": against, "cache": against}, {}, stream and not as_json
+
+    def run(**options: Any) -> "Written":
+        torch.manual_seed(seed)
+        return write(loaded.model, loaded.tokenizer, prompt, **more | options)
+
     with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
         stack.enter_context(quiet())
-        with waiting(f"loading {model or DEFAULT_MODEL}"):
+        with waiting(f"loading {model or options.DEFAULT_MODEL}"):
             loaded = load_for(model, dtype=dtype, device=device)
-            pages: dict[str, Any] = {"format": format}
             if prefix_cache is not None:
                 pool = prefixes_in(prefix_cache, loaded.model, format=format)
                 pages = {"pool": stack.enter_context(pool)}
-        run = partial(_run, loaded, prompt, seed)
-        runs = [run(own, more | pages, shown=_show if shown else _hide)]
+        runs = [run(**own | pages, **{"shown": _show} if shown else {})]
         if shown:
             _show("\n")  # so that a progress line does not erase the text's last line
         if against:
             with waiting("generating again with transformers, then both in turns"):
-                other = against, against
-                runs.append(run(other, more))
-                few = more | {"max_new_tokens": min(max_new_tokens, TOKENS)}
-                mine = partial(run, own, few | {"format": format}, warm_up=False)
-                runs[0] = _beside(runs[0], mine, partial(run, other, few, warm_up=False))
+                runs.append(run(**other))
+                few = {"max_new_tokens": min(max_new_tokens, TOKENS), "warm_up": False}
+                runs[0] = _beside(runs[0], partial(run, **own | few), partial(run, **other | few))
     if as_json:
         print_json([asdict(each) for each in runs])
         return
-    if not shown:
-        _show(runs[0].text + "\n")
-    _show("\n")
+    _show("\n" if shown else f"{runs[0].text}\n\n")
     show(runs, stdout())
 
 
@@ -163,28 +153,6 @@ def _backends(written: "Written") -> str:
     return f"{written.attention}: prompt read on {written.prefill_backend}{decoding}."
 
 
-def _run(
-    loaded: "Loaded",
-    prompt: str,
-    seed: int,
-    setting: tuple[str, str],
-    options: dict[str, Any],
-    *,
-    shown: Callable[[str], object] | None = None,
-    warm_up: bool = True,
-) -> "Written":
-    """One text, by one attention and cache, from the same seed."""
-    import torch
-
-    from regard.hf import write
-
-    torch.manual_seed(seed)
-    options = {"attention": setting[0], "cache": setting[1], **options}
-    return write(
-        loaded.model, loaded.tokenizer, prompt, shown=shown or _hide, warm_up=warm_up, **options
-    )
-
-
 def _beside(
     written: "Written", mine: Callable[[], "Written"], theirs: Callable[[], "Written"]
 ) -> "Written":
@@ -201,10 +169,6 @@ def _beside(
         if all(own) and all(other):
             ratios[f"{phase}_speed"] = ratio_of(own, other)
     return replace(written, **ratios)
-
-
-def _hide(text: str) -> None:
-    """Print nothing."""
 
 
 def _show(text: str) -> None:

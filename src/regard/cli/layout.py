@@ -19,11 +19,9 @@ GAP = 2  # spaces between columns, and before lines below a first cell
 READABLE = 20  # characters of a line of wrapped words at least
 TALLEST = 4  # lines of a cell, about, from which the width of sentences follows
 
-Cells = list[list[Text]]
 
-
-def tabulate(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows, whose cells may have rich's markup, in the first layout that fits.
+def tabulate(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print the rows in the first layout that fits.
 
     Cells of words may take several lines and are aligned left, as is the first column; numbers are
     aligned right. A first cell that is the same as the one above is shown once.
@@ -33,35 +31,37 @@ def tabulate(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str
         heads: of the columns; a heading may take several lines.
         rows: their cells.
     """
-    cells = [[Text.from_markup(printable(cell)) for cell in row] for row in rows]
+    cells = [
+        [Text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows
+    ]
+    for before, row in reversed(list(pairwise(cells))):
+        if row[0] == before[0]:
+            row[0] = Text()
     columns = [_Column(head, [row[at] for row in cells], at == 0) for at, head in enumerate(heads)]
     tables = _packed(columns, console.width)
-    if all(_across([each.least for each in table]) <= console.width for table in tables):
-        for number, table in enumerate(tables):
-            if number:
-                console.print()
-            console.print(_table(table, console.width))
-    else:
-        _print_listed(console, heads, _without_repeats(cells))
+    if any(_across(table) > console.width for table in tables):
+        _print_listed(console, heads, cells)
+        return
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        console.print(_table(table, console.width))
 
 
 class _Column:
     """A heading with the cells below it, and the width in which no word is broken."""
 
     def __init__(self, head: str, cells: list[Text], first: bool) -> None:
-        self.head = head
+        self.head, self.cells = head, cells
         self.words = first or are_words([cell.plain for cell in cells])
-        self.cells = [row[0] for row in _without_repeats([[cell] for cell in cells])]
-        if not first:
-            self.cells = cells
         self.longest = max((cell.cell_len for cell in cells), default=0)
-        self.least = max((cell_len(word) for word in head.split()), default=0)
+        wide = [cell_len(word) for word in head.split()]
         if self.words:
-            words = (word for cell in cells for word in cell.plain.split())
-            some_lines = min(self.longest, max(READABLE, -(-self.longest // TALLEST)))
-            self.least = max(self.least, some_lines, *map(cell_len, words), 0)
+            wide += [cell_len(word) for cell in cells for word in cell.plain.split()]
+            wide.append(min(self.longest, max(READABLE, -(-self.longest // TALLEST))))
         else:
-            self.least = max(self.least, self.longest)
+            wide.append(self.longest)
+        self.least = max(wide, default=0)
 
     @property
     def head_in_two_lines(self) -> int:
@@ -76,21 +76,21 @@ def _packed(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
     first, *others = columns
     tables = [[first]]
     for column in others:
-        wide = _across([each.least for each in (*tables[-1], column)]) > width
-        if wide and len(tables[-1]) > 1:
+        if _across([*tables[-1], column]) > width and len(tables[-1]) > 1:
             tables.append([first])
         tables[-1].append(column)
     return tables
 
 
-def _across(widths: Sequence[int]) -> int:
-    return sum(widths) + GAP * (len(widths) - 1)
+def _across(columns: Sequence[_Column]) -> int:
+    """The least width of a table."""
+    return sum(column.least for column in columns) + GAP * (len(columns) - 1)
 
 
 def _table(columns: Sequence[_Column], width: int) -> Table:
     """The columns; the rest of the line goes to wrapped words first, then to headings."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
-    spare, widths = width - _across([each.least for each in columns]), dict[_Column, int]()
+    spare, widths = width - _across(columns), dict[_Column, int]()
     for column in sorted(columns, key=lambda each: not each.words):
         wanted = max(column.longest, column.head_in_two_lines)
         widths[column] = min(max(column.least, wanted), column.least + spare)
@@ -103,18 +103,9 @@ def _table(columns: Sequence[_Column], width: int) -> Table:
     return table
 
 
-def _print_listed(console: Console, heads: Sequence[str], cells: Cells) -> None:
+def _print_listed(console: Console, heads: Sequence[str], cells: Sequence[Sequence[Text]]) -> None:
     """First cells on their own lines; below them one line for each other cell, heading first."""
     for first, *others in cells:
         say(console, first.plain)
         for head, cell in zip(heads[1:], others, strict=True):
             say(console, f"{head} {cell.plain}".strip(), bold=head, indent=GAP)
-
-
-def _without_repeats(cells: Cells) -> Cells:
-    """The rows; a first cell that is the same as the one above is empty."""
-    once = [list(row) for row in cells]
-    for before, row in reversed(list(pairwise(once))):
-        if row[0] == before[0]:
-            row[0] = Text()
-    return once

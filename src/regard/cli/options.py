@@ -12,6 +12,20 @@ import typer
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
+MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
+
+
+def size(text: str, least: int = 1) -> Any:
+    """The option of a whole number, at least so large, and below the size of a mistake."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value > MOST:
+            raise typer.BadParameter(f"{value} is above {MOST:,}")
+        return value
+
+    return typer.Option(min=least, help=text, callback=check)
+
+
 OptionalModel = Annotated[
     Path | None,
     typer.Argument(
@@ -27,6 +41,11 @@ Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="What the model computes in; float32 on a CPU, else the checkpoint's own."),
 ]
+AnyDtype = Literal["float64", "float32", "bfloat16", "float16"]
+NumHeads = Annotated[int | None, size("Query heads, in place of a MODEL.")]
+NumKVHeads = Annotated[int | None, size("Key heads; as many as query heads if left out.")]
+ValueDim = Annotated[int | None, size("Channels of a value, if not those of a key.")]
+Batch = Annotated[int, size("Rows.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
 Svg = Annotated[Path | None, typer.Option(help="Write the picture as SVG.")]
@@ -41,8 +60,6 @@ app = typer.Typer(
 )
 
 
-MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
-
 # Turns of a loop in which a thread of GNU's OpenMP waits before it sleeps: 30 microseconds, about
 # the time between two operators. The default of 300,000 takes the cores from other programs.
 SPINS = 10_000
@@ -52,42 +69,24 @@ VERBS: dict[str, Callable[..., None]] = {}  # by what is typed, as "show mask"
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function a verb. It refuses wrong options first, then imports what it needs."""
-    return _added(app, function.__name__, function, function.__name__)
+    return _added(app, function.__name__, function)
 
 
 def group(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator as `verb`, for the verbs of a group: `show_mask` is typed `show mask`."""
     verbs = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(verbs, name=name, short_help=text)
-
-    def verb_of_group(function: Callable[..., None]) -> Callable[..., None]:
-        short = function.__name__.removeprefix(f"{name}_")
-        return _added(verbs, short, function, f"{name} {short}")
-
-    return verb_of_group
+    return lambda function: _added(verbs, function.__name__.replace("_", " ", 1), function)
 
 
-def _added(
-    verbs: typer.Typer, name: str, function: Callable[..., None], typed: str
-) -> Callable[..., None]:
+def _added(verbs: typer.Typer, typed: str, function: Callable[..., None]) -> Callable[..., None]:
     VERBS[typed] = function
     first_line = (function.__doc__ or "").partition("\n")[0]
-    verbs.command(name, short_help=first_line)(function)
+    verbs.command(typed.split()[-1], short_help=first_line)(function)
     return function
 
 
 show = group("show", "Draw a mask, or where the heads of a model look.")
-
-
-def size(text: str, least: int = 1) -> Any:
-    """The option of a whole number, at least so large, and below the size of a mistake."""
-
-    def check(value: int | None) -> int | None:
-        if value is not None and value > MOST:
-            raise typer.BadParameter(f"{value} is above {MOST:,}")
-        return value
-
-    return typer.Option(min=least, help=text, callback=check)
 
 
 def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:

@@ -1,24 +1,149 @@
 """regard plan: what each attention that a model could have costs, from its sizes alone."""
 
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
-from rich.markup import escape
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.terminal import remarks, say
+from regard.cli.terminal import print_json, remarks, say, stdout
+from regard.names import STORAGES, UNCHANGED
 from regard.page.readable import readable_bytes
-from regard.plan.devices import THIS
-from regard.plan.rows import Plan, Row, fits
-from regard.plan.shapes import distinct
 from regard.words import counted
 
+if TYPE_CHECKING:
+    from regard.plan import ModelShape, Plan, Row
+
+SIZES = (
+    *("num_heads", "hidden_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers"),
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "window"),
+)
+GIBIBYTE = 1 << 30
+MOST_MEMORY = 10**9  # GiB; a larger number is taken for an error
 SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
 MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
 
-def show(found: Plan, console: Console, *, every: bool = False, why: bool = False) -> None:
+@options.verb
+def plan(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A folder with config.json, a config.json, or a .gguf; or give sizes.",
+            show_default=False,
+        ),
+    ] = None,
+    num_heads: options.NumHeads = None,
+    hidden_size: Annotated[int | None, options.size("Channels of the hidden states.")] = None,
+    num_kv_heads: options.NumKVHeads = None,
+    head_dim: Annotated[
+        int | None, options.size("Channels of a query; hidden size / heads if left out.")
+    ] = None,
+    v_head_dim: options.ValueDim = None,
+    num_layers: Annotated[int | None, options.size("Layers; 1.")] = None,
+    kv_lora_rank: Annotated[int | None, options.size("Of MLA: channels of its latent.")] = None,
+    q_lora_rank: Annotated[
+        int | None, options.size("Of MLA: channels of its query latent.")
+    ] = None,
+    qk_rope_head_dim: Annotated[
+        int | None, options.size("Channels with RoPE; a whole head if left out.", least=0)
+    ] = None,
+    window: Annotated[int | None, options.size("Keys that a query sees at most.")] = None,
+    context: Annotated[int, options.size("Tokens of the prefill and in the cache.")] = 4096,
+    batch: options.Batch = 1,
+    memory: Annotated[
+        float, typer.Option(help="GiB for the cache alone, of each rank, for what fits.")
+    ] = 1.0,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose least time is stated, as h100; this: your machine. Repeatable."),
+    ] = None,
+    dtype: Annotated[
+        options.AnyDtype | None,
+        typer.Option(help="Of weights and plain caches; the model's if left out."),
+    ] = None,
+    tp: Annotated[int, options.size("Ranks that share the heads.")] = 1,
+    cp: Annotated[int, options.size("Ranks that share the tokens.")] = 1,
+    block: Annotated[
+        int, options.size("As --all, with whole blocks of so many tokens; 16 in vLLM.", least=0)
+    ] = 0,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
+    ] = None,
+    storage: Annotated[
+        list[str] | None,
+        options.named(
+            STORAGES,
+            f"How caches store keys and values: {', '.join(STORAGES)}; repeatable.",
+            also=UNCHANGED,
+        ),
+    ] = None,
+    page_size: Annotated[
+        int, options.size("Tokens of a page of a PagePool; 0: caches without pages.", least=0)
+    ] = 0,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Every way of storing the cache: what is allocated."),
+    ] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="How figures are counted, and why rows are missing.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Costs of each attention that a model could have: cache, time, and the context that fits."""
+    sizes = {name: value for name, value in locals().items() if name in SIZES and value is not None}
+    if model is not None and sizes:
+        options.refuse(options.spelled(min(sizes)), "a MODEL has its own sizes")
+    if model is None and not {"num_heads", "hidden_size"} <= sizes.keys():
+        options.refuse("MODEL", "give a MODEL, or --num-heads and --hidden-size")
+    if not 0 < memory <= MOST_MEMORY:
+        options.refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
+    options.start("regard.plan.planning")
+    from regard.plan.planning import plan as plan_model
+
+    found = plan_model(
+        _shape(model, sizes, dtype),
+        context=context,
+        batch=batch,
+        memory=max(1, int(memory * GIBIBYTE)),
+        devices=device or (),
+        dtype=dtype,
+        tp=tp,
+        cp=cp,
+        block=block,
+        attentions=attention or (),
+        storages=storage or (),
+        page_size=page_size,
+    )
+    if html is not None:
+        from regard.see.pages.curves import write_plan
+
+        write_plan(found, html)
+    if as_json:
+        print_json(as_data(found))
+        return
+    show(found, stdout(80), every=every or block > 0, why=why)
+    if html is not None:
+        say(stdout(80), f"written to {html}")
+
+
+def _shape(model: Path | None, sizes: dict[str, Any], dtype: str | None) -> "ModelShape":
+    """The shapes of a model, or of one with these sizes."""
+    if model is None:
+        from regard.plan.from_sizes import model_from_sizes
+
+        return model_from_sizes(**sizes, dtype=dtype or "float32")
+    from regard.plan.describing import describe  # imports transformers
+
+    return describe(model)
+
+
+def show(found: "Plan", console: Console, *, every: bool = False, why: bool = False) -> None:
     """Print a plan as wide as the console: a table, what fits, and what to ask next.
 
     Args:
@@ -46,7 +171,7 @@ def show(found: Plan, console: Console, *, every: bool = False, why: bool = Fals
         say(console, sentence, style="dim")
 
 
-def _heading(found: Plan) -> str:
+def _heading(found: "Plan") -> str:
     model, memory = found.model, readable_bytes(found.memory)
     layers = counted(len(model.layers), "layer")
     tokens = f"{counted(found.context, 'token')} in {counted(found.batch, 'row')}"
@@ -58,9 +183,8 @@ def _heading(found: Plan) -> str:
     return "; ".join([*parts, f"{memory} for the cache alone{taken}"]) + "."
 
 
-def _print_table(found: Plan, console: Console, every: bool) -> None:
-    heads, rows = found.table(every)
-    tabulate(console, heads, [list(map(escape, row)) for row in rows])
+def _print_table(found: "Plan", console: Console, every: bool) -> None:
+    tabulate(console, *found.table(every))
     if every:
         return
     notes, storages = [], dict.fromkeys(row.storage.name for row in found.rows)
@@ -74,21 +198,22 @@ def _print_table(found: Plan, console: Console, every: bool) -> None:
 
 
 def _bound(device: str) -> str:
+    from regard.plan.devices import THIS
+
     return "about, as measured," if device == THIS else "at least,"
 
 
-def _print_sent(found: Plan, console: Console) -> None:
+def _print_sent(found: "Plan", console: Console) -> None:
     """Print the bytes that a rank sends, which do not depend on the storage of its cache."""
     heads = ["attention", *(f"sent: {work}" for work in SENT.values())]
     rows = list({row.key: row for row in found.rows}.values())
     cells = [
-        [escape(row.attention), *(readable_bytes(getattr(row.sent, name)) for name in SENT)]
-        for row in rows
+        [row.attention, *(readable_bytes(getattr(row.sent, name)) for name in SENT)] for row in rows
     ]
     tabulate(console, heads, cells)
 
 
-def _verdict(found: Plan) -> list[str]:
+def _verdict(found: "Plan") -> list[str]:
     """Sentences on the bytes of the first row, and on the contexts that fit with other storages and
     other attentions."""
     first, memory = found.rows[0], readable_bytes(found.memory)
@@ -98,38 +223,31 @@ def _verdict(found: Plan) -> list[str]:
     tokens = f"{counted(found.context, 'token')} in {counted(found.batch, 'row')}"
     size = f"{tokens} take {readable_bytes(first.cost.cache_bytes)} {named}"
     if first.cost.cache_bytes > found.memory:
-        storages = dict.fromkeys(row.storage.name for row in own if _fits(found, row))
-        names = dict.fromkeys(row.attention for row in others if _fits(found, row))
+        inside = [row for row in found.rows if row.cost.cache_bytes <= found.memory]
+        storages = dict.fromkeys(row.storage.name for row in inside if row in own)
+        names = dict.fromkeys(row.attention for row in inside if row in others)
         fitting = [f"with {', '.join(storages)}"] * bool(storages)
         fitting += [f"converted to {'; '.join(names)}"] * bool(names)
         what = f"They fit {', or '.join(fitting)}" if fitting else "Nothing here fits"
         return [f"{size}, more than {memory}. {what}."]
-    sentence = f"{size}; {memory} holds {fits(first)} tokens"
-    least = min(own, key=_bytes)
+    sentence = f"{size}; {memory} holds {first.fitting} tokens"
+    least, *smaller = (
+        min(rows, key=lambda row: row.cost.cache_bytes) for rows in (own, others) if rows
+    )
     if least is not first:
-        tokens = fits(least)
-        sentence += f", or {tokens} with {least.storage.name}, which needs no conversion"
+        with_storage = f"{least.fitting} with {least.storage.name}"
+        sentence += f", or {with_storage}, which needs no conversion"
     sentences = [f"{sentence}."]
-    if others:
-        least = min(others, key=_bytes)
-        sentences.append(
-            f"The smallest conversion, {least.attention} with {least.storage.name}, holds "
-            f"{fits(least)}."
-        )
+    sentences += [
+        f"The smallest conversion, {row.attention} with {row.storage.name}, holds {row.fitting}."
+        for row in smaller
+    ]
     if any(row.cost.uncounted for row in found.rows):
         sentences.append("Linear attention: its state is counted, its work and parameters are not.")
     return sentences
 
 
-def _fits(found: Plan, row: Row) -> bool:
-    return row.cost.cache_bytes <= found.memory
-
-
-def _bytes(row: Row) -> int:
-    return row.cost.cache_bytes
-
-
-def _next(found: Plan, every: bool) -> str:
+def _next(found: "Plan", every: bool) -> str:
     """A sentence that names the options and the command that tell more."""
     parts = ["regard compare measures the quality and speed of each"]
     if not every:
@@ -141,7 +259,7 @@ def _next(found: Plan, every: bool) -> str:
     return f"Next: {'. '.join(parts)}."
 
 
-def _explained(found: Plan) -> list[str]:
+def _explained(found: "Plan") -> list[str]:
     """Sentences on how bytes and times are counted."""
     sentences = [
         "ideal: the tokens that are needed, and no more. regard: the buffers of its caches, which "
@@ -167,7 +285,7 @@ def _explained(found: Plan) -> list[str]:
     return sentences + list(found.model.remarks)
 
 
-def _sent(found: Plan) -> str:
+def _sent(found: "Plan") -> str:
     """A sentence on the rank and the bytes that are counted."""
     rank = found.rows[0].sent.rank
     counted_rank = f"; rank {rank}, which sends most" if found.cp > 1 else ""
@@ -178,22 +296,17 @@ def _sent(found: Plan) -> str:
     )
 
 
-def as_data(found: Plan) -> dict[str, Any]:
+def as_data(found: "Plan") -> dict[str, Any]:
     """A plan as data for JSON: layers that are alike are listed once."""
-    model = asdict(found.model)
-    del model["layers"]
-    return {
-        "model": model | {"num_layers": len(found.model.layers)},
-        **{name: getattr(found, name) for name in ("context", "batch", "memory", "dtype")},
-        **{name: getattr(found, name) for name in ("tp", "cp", "block")},
-        "devices": {key: asdict(device) for key, device in found.devices.items()},
-        "rows": [_row_data(row) for row in found.rows],
-        "left_out": dict(found.left_out),
-    }
+    data = asdict(found) | {"rows": [_row_data(row) for row in found.rows]}
+    data["model"]["num_layers"] = len(data["model"].pop("layers"))
+    return data
 
 
-def _row_data(row: Row) -> dict[str, Any]:
-    data = {name: value for name, value in asdict(row).items() if name != "layers"}
+def _row_data(row: "Row") -> dict[str, Any]:
+    from regard.plan.shapes import distinct
+
+    data = asdict(row)
     data["cost"] |= {
         "prefill_intensity": row.cost.prefill_intensity,
         "decode_intensity": row.cost.decode_intensity,

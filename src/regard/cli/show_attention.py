@@ -1,5 +1,6 @@
 """regard show attention: where the heads of a model look, while its fast kernels run."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import (
-    DEFAULT_MODEL,
-    Html,
-    Json,
-    OptionalModel,
-    Png,
-    Svg,
-    Threads,
-    refuse,
-    show,
-    start,
-)
 from regard.cli.terminal import print_json, ranges, say, stdout, waiting
 from regard.words import counted
 
@@ -32,9 +22,16 @@ if TYPE_CHECKING:
 LARGEST = 2**27  # weights of all maps together, at most: 512 MiB in float32
 PAGE = 2**25  # numbers in a page at most, if no maps are chosen: 30 x 9 maps of 350 tokens
 AROUND = 16  # tokens before and after a word that was searched
+NEXT = "Next: maps, by --heads 3.1, --layers 0,3, --find WORD or --html FILE."
 PRINTED = 4  # maps that are printed at most
 LEAST = 0.005  # weight of a key that is named: less is 0 %
 LINES = 8  # of the table of layers, at most
+MOST_OF_A_RANGE = 1 << 24  # numbers as 3-5
+COLUMNS = (
+    *("layers", "on the first token", "learned sink", "previous token", "itself", "distance"),
+    *("entropy, nats", "kernel"),
+)
+MEANS = ("sink_share", "learned_sink", "previous_share", "self_share", "distance", "entropy")
 TOP = 5  # keys of a query, and heads of a statistic, that are named
 STANDING_OUT = {  # a row of the table: the statistic, and whether the smallest values are listed
     "on the previous token": ("previous_share", False),
@@ -62,9 +59,9 @@ class Asked:
         return any(each is not None for each in (self.layers, self.heads, self.queries, self.keys))
 
 
-@show
+@options.show
 def show_attention(
-    model: OptionalModel = None,
+    model: options.OptionalModel = None,
     text: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     text_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     layers: Annotated[
@@ -78,16 +75,16 @@ def show_attention(
     out: Annotated[
         Path | None, typer.Option(help="Save maps and tokens, as other viewers read them: .npz.")
     ] = None,
-    svg: Svg = None,
-    png: Png = None,
-    html: Html = None,
-    threads: Threads = None,
-    as_json: Json = False,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    html: options.Html = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Draw where the heads of a model look, while its fast kernels run."""
     if (text is None) == (text_file is None):
-        refuse("--text", "give one of --text and --text-file")
-    start("regard.see", threads=threads)
+        options.refuse("--text", "give one of --text and --text-file")
+    options.start("regard.see", threads=threads)
     from regard.see import attention
     from regard.see.map_picture import draw
     from regard.see.pages import head_maps
@@ -98,15 +95,14 @@ def show_attention(
     found = _found(names, find)
     asked = asked_for(*lists, found, len(names))
     most = LARGEST if out is not None else PAGE if html is not None else 0
+    chosen = kept(loaded.config, asked, len(names), most)
     started = time.perf_counter()
     with waiting(f"looking at {counted(len(names), 'token')}"):
         try:
-            maps = attention(
-                loaded, ids, names=names, **kept(loaded.config, asked, len(names), most)
-            )
+            maps = attention(loaded, ids, names=names, **chosen)
         except IndexError as error:  # a layer, head or query that is not there
             raise ValueError(str(error)) from error
-    seconds, name = time.perf_counter() - started, str(model or DEFAULT_MODEL)
+    seconds, name = time.perf_counter() - started, str(model or options.DEFAULT_MODEL)
     shown = printed(maps, asked)
     if out is not None:
         maps.save(out)
@@ -131,7 +127,7 @@ def _load(model: Path | None, prompt: str) -> tuple[Any, Any, list[str]]:
     from regard.hf import fetch_smollm2, load
     from regard.hf.packages import quiet
 
-    with quiet(), waiting(f"loading {model or DEFAULT_MODEL}"):
+    with quiet(), waiting(f"loading {model or options.DEFAULT_MODEL}"):
         loaded, tokenizer = load(model or fetch_smollm2())
     if tokenizer is None:
         raise ValueError("the model has no tokenizer, which a prompt needs")
@@ -188,14 +184,14 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or len(part) > 20:
+    for part in map(str.strip, text.split(",")):
+        if not re.fullmatch(r"\d{1,9}(-\d{1,9})?", part, re.ASCII):
             raise ValueError(f"{option} is a list of numbers such as 0,3-5, got {text!r}")
-        start, stop = int(first), int(last or first)
-        if not start <= stop < 1 << 24:
+        first, _, last = part.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if not 0 < len(numbers) < MOST_OF_A_RANGE:
             raise ValueError(f"{option} has ranges from few to many, such as 3-5, got {part!r}")
-        found.extend(range(start, stop + 1))
+        found.extend(numbers)
     return tuple(dict.fromkeys(found))
 
 
@@ -218,21 +214,16 @@ def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     rows = tokens if asked.queries is None else len(asked.queries)
     columns = tokens if asked.keys is None else asked.keys[1] - asked.keys[0]
     layers = config.num_hidden_layers if asked.layers is None else len(asked.layers)
-    heads = config.num_attention_heads if asked.heads is None else len(asked.heads)
-    size = layers * heads * rows * columns
+    maps = layers * (config.num_attention_heads if asked.heads is None else len(asked.heads))
+    size = maps * rows * columns
     if not asked.anything:
         return {"layers": range(layers)} if size <= most else {}
     if size > LARGEST:
         raise ValueError(
-            f"{layers * heads:,} maps of {rows:,} x {columns:,} take {size / 2**28:.1f} GiB; "
+            f"{maps:,} maps of {rows:,} x {columns:,} take {size / 2**28:.1f} GiB; "
             "choose fewer with --layers, --heads or --queries"
         )
-    return {
-        "layers": asked.layers,
-        "heads": asked.heads,
-        "queries": asked.queries,
-        "keys": asked.keys,
-    }
+    return {name: getattr(asked, name) for name in ("layers", "heads", "queries", "keys")}
 
 
 def as_data(
@@ -240,30 +231,18 @@ def as_data(
 ) -> dict[str, Any]:
     """The maps and statistics as data for JSON."""
     statistics = ("entropy", "distance", "sink_share", "previous_share", "self_share")
-    return {
-        "model": model,
-        "tokens": list(maps.tokens),
-        "found": list(found),
-        "layers": [
-            {
-                "name": name,
-                "backend": backend,
-                **{each: getattr(maps, each)[at].tolist() for each in statistics},
-                "learned_sink": maps.learned_sink[at].tolist(),
-            }
-            for at, (name, backend) in enumerate(zip(maps.names, maps.backends, strict=True))
-        ],
-        "top": [
-            {
-                "layer": layer,
-                "head": head,
-                "query": query,
-                "keys": maps.top(layer, head, query, TOP),
-            }
-            for layer, head in shown
-            for query in maps.queries
-        ],
-    }
+    layers = [
+        {"name": name, "backend": backend}
+        | {each: getattr(maps, each)[at].tolist() for each in (*statistics, "learned_sink")}
+        for at, (name, backend) in enumerate(zip(maps.names, maps.backends, strict=True))
+    ]
+    top = [
+        {"layer": layer, "head": head, "query": query, "keys": maps.top(layer, head, query, TOP)}
+        for layer, head in shown
+        for query in maps.queries
+    ]
+    tokens, found = list(maps.tokens), list(found)
+    return {"model": model, "tokens": tokens, "found": found, "layers": layers, "top": top}
 
 
 def printed(maps: "AttentionMaps", asked: Asked) -> list[tuple[int, int]]:
@@ -296,56 +275,38 @@ def _show_all(maps: "AttentionMaps", shown: Sequence[Any], console: Console) -> 
         console.print()
         part(maps, console)
     console.print()
-    say(
-        console,
-        "Next: maps, by --heads 3.1, --layers 0,3, --find WORD or --html FILE.",
-        style="dim",
-    )
+    say(console, NEXT, style="dim")
 
 
 def _show_maps(maps: "AttentionMaps", shown: Sequence[tuple[int, int]], console: Console) -> None:
     """Print the first maps of those that are asked for."""
     for layer, head in shown[:PRINTED]:
         _show_map(maps, layer, head, console)
-    if len(shown) > PRINTED:
-        say(
-            console, f"{len(shown) - PRINTED} more maps: choose with --heads LAYER.HEAD, or --html."
-        )
+    more = len(shown) - PRINTED
+    if more > 0:
+        say(console, f"{more} more maps: choose with --heads LAYER.HEAD, or --html.")
 
 
 def _show_layers(maps: "AttentionMaps", console: Console) -> None:
     """Means over the heads of each layer, or of a few layers where there are many."""
     from regard.see.map_text import bar
 
-    learned = bool(maps.learned_sink.any())
-    columns = [
-        "layers",
-        "on the first token",
-        *(["learned sink"] if learned else []),
-        "previous token",
-        "itself",
-        "distance",
-        "entropy, nats",
-        "kernel",
-    ]
     rows, layers = [], len(maps.backends)
     together = -(-layers // LINES)
     for first in range(0, layers, together):
         some = slice(first, min(first + together, layers))
-        sink = maps.sink_share[some].mean().item()
-        rows.append(
-            [
-                ranges(range(some.start, some.stop)),
-                f"{sink:4.0%} {bar(sink):<10}",
-                *([f"{maps.learned_sink[some].mean():.0%}"] if learned else []),
-                f"{maps.previous_share[some].mean():.0%}",
-                f"{maps.self_share[some].mean():.0%}",
-                f"{maps.distance[some].mean():.1f}",
-                f"{maps.entropy[some].mean():.2f}",
-                ", ".join(dict.fromkeys(maps.backends[some])),
-            ]
+        sink, learned, previous, own, distance, entropy = (
+            getattr(maps, name)[some].mean().item() for name in MEANS
         )
-    tabulate(console, columns, rows)
+        cells = [ranges(range(some.start, some.stop)), f"{sink:4.0%} {bar(sink):<10}"]
+        cells += [f"{learned:.0%}", f"{previous:.0%}", f"{own:.0%}", f"{distance:.1f}"]
+        cells += [f"{entropy:.2f}", ", ".join(dict.fromkeys(maps.backends[some]))]
+        rows.append(cells)
+    heads = list(COLUMNS)
+    if not maps.learned_sink.any():
+        for line in (heads, *rows):
+            del line[COLUMNS.index("learned sink")]
+    tabulate(console, heads, rows)
 
 
 def _show_heads(maps: "AttentionMaps", console: Console) -> None:
@@ -354,13 +315,11 @@ def _show_heads(maps: "AttentionMaps", console: Console) -> None:
 
     rows = []
     for what, (name, least) in STANDING_OUT.items():
+        form = ".0%" if name.endswith("share") else ".1f"
         heads = best(getattr(maps, name), TOP, least=least)
-        share = name.endswith("share")
-        said = (
-            f"{layer}.{head} {value:.0%}" if share else f"{layer}.{head} {value:.1f}"
-            for layer, head, value in heads
+        rows.append(
+            [what, ", ".join(f"{layer}.{head} {value:{form}}" for layer, head, value in heads)]
         )
-        rows.append([what, ", ".join(said)])
     tabulate(console, ["heads", "LAYER.HEAD"], rows)
 
 
@@ -368,19 +327,11 @@ def _show_map(maps: "AttentionMaps", layer: int, head: int, console: Console) ->
     """One map, and the keys of its last query."""
     from regard.see.map_text import map_text, readable
 
+    name, ends = f"{layer}.{head}", f"{maps.keys[0]} to {maps.keys[-1]}" if maps.keys else ""
     console.print()
-    say(
-        console,
-        f"{layer}.{head}: rows are queries, columns keys {_ends(maps)}",
-        bold=f"{layer}.{head}",
-    )
+    say(console, f"{name}: rows are queries, columns keys {ends}", bold=name)
     console.print(Text(map_text(maps, layer, head, width=console.width)), soft_wrap=True)
     last = maps.queries[-1]
     top = maps.top(layer, head, last, TOP)
     keys = [f"{readable(token)} {weight:.0%}" for token, weight in top if weight >= LEAST]
     say(console, f"{last} {readable(maps.tokens[last])} reads {', '.join(keys) or 'nothing'}")
-
-
-def _ends(maps: "AttentionMaps") -> str:
-    """The first and last key of the columns."""
-    return f"{maps.keys[0]} to {maps.keys[-1]}" if maps.keys else ""

@@ -1,5 +1,6 @@
 """regard show mask: which keys each query may attend to, and why."""
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,14 +70,13 @@ def _check_row(option: str, index: int, size: int | None, what: str) -> None:
 
 def _slots_of(cell: str) -> tuple[int, int]:
     """The slots of a query and a key, as `Q,K`."""
-    parts = [part.strip() for part in cell.split(",")]
-    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() for part in parts):
+    if not re.fullmatch(r"\s*\d{1,15}\s*,\s*\d{1,15}\s*", cell, re.ASCII):
         raise ValueError(
-            f"--cell takes the slots of a query and a key, got {cell[:40]!r}; give Q,K, as in 3,0"
+            "--cell takes the slots of a query and a key, of at most 15 digits each, got "
+            f"{cell[:40]!r}; give Q,K, as in 3,0"
         )
-    if max(map(len, parts)) > 15:
-        raise ValueError("--cell takes slots of at most 15 digits")
-    return int(parts[0]), int(parts[1])
+    query, _, key = cell.partition(",")
+    return int(query), int(key)
 
 
 def _as_data(mask: "Mask", span: "Span", b: int, h: int) -> dict[str, Any]:
@@ -88,17 +88,10 @@ def _as_data(mask: "Mask", span: "Span", b: int, h: int) -> dict[str, Any]:
             f"--json lists the keys of at most {LISTED:,} cells, got {span.num_queries:,} queries "
             f"x {span.num_keys:,} keys; give --queries and --keys"
         )
-    cells = grid(mask, span, b, h)
-    return {
-        "mask": repr(mask),
-        "q_start": span.q_start,
-        "q_stop": span.q_stop,
-        "kv_start": span.kv_start,
-        "kv_stop": span.kv_stop,
-        "batch_row": b,
-        "head": h,
-        "rows": [
-            {"query": query, "keys": [span.kv_start + key for key in row.nonzero()[:, 0].tolist()]}
-            for query, row in zip(range(span.first_query, span.last_query + 1), cells, strict=True)
-        ],
-    }
+    queries = range(span.first_query, span.last_query + 1)
+    rows = [
+        {"query": query, "keys": [span.kv_start + key for key in row.nonzero()[:, 0].tolist()]}
+        for query, row in zip(queries, grid(mask, span, b, h), strict=True)
+    ]
+    slots = {each: getattr(span, each) for each in ("q_start", "q_stop", "kv_start", "kv_stop")}
+    return {"mask": repr(mask), **slots, "batch_row": b, "head": h, "rows": rows}

@@ -36,18 +36,14 @@ def wrapped(text: str, width: int, *, margin: str = "") -> str:
          one two
          three
     """
-    return "\n".join(
-        line
-        for given in text.splitlines()
-        for line in textwrap.wrap(
-            given,
-            width,
-            initial_indent=margin,
-            subsequent_indent=margin,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    fill = textwrap.TextWrapper(
+        width,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return "\n".join(line for given in text.splitlines() for line in fill.wrap(given))
 
 
 def printable(text: str) -> str:
@@ -106,9 +102,7 @@ def print_lines(console: Console, text: str) -> None:
 def print_json(data: Any, indent: int | None = 2) -> None:
     """Print data as JSON on stdout, with every control character as its escape."""
     text = json.dumps(data, indent=indent, allow_nan=False)
-    sys.stdout.write(
-        text.replace("\x7f", r"\u007f") + "\n"
-    )  # the only one that `json` lets through
+    print(text.replace("\x7f", r"\u007f"))  # the only one that `json` lets through
 
 
 def remarks(console: Console, heading: str, reasons: Mapping[str, str]) -> None:
@@ -142,20 +136,29 @@ def progress_bar() -> Iterator["Bar | Lines"]:
     if not Console(stderr=True).is_terminal:
         yield Lines()
         return
-    with _progress(BarColumn(bar_width=20)) as drawn, _notices_in(bar := Bar(drawn)):
-        yield bar
+    logger = logging.getLogger("regard")
+    with _progress(BarColumn(bar_width=20)) as drawn:
+        logger.addHandler(bar := Bar(drawn))
+        try:
+            yield bar
+        finally:
+            logger.removeHandler(bar)
 
 
-class Bar:
-    """Progress on a terminal: a bar, and above it what is finished."""
+class Bar(logging.Handler):
+    """Progress on a terminal: a bar, and above it the table of all that is finished.
+
+    Notices of the library, such as that it compiles, take the place of the present step's name.
+    """
 
     def __init__(self, progress: "_Progress") -> None:
+        super().__init__()
         self._progress = progress
         self._task = progress.add_task("loading", total=None)
 
-    def say(self, what: str) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         """Replace the name of the present step until the next step begins."""
-        self._progress.update(self._task, description=printable(what))
+        self._progress.update(self._task, description=printable(record.getMessage()))
 
     def __call__(self, what: str, done: int, total: int) -> None:
         self._progress.update(
@@ -169,18 +172,6 @@ class Bar:
             table(console)
         self._progress.above = Text.from_ansi(drawn.get())
         self._progress.refresh()
-
-
-@contextmanager
-def _notices_in(bar: Bar) -> Iterator[None]:
-    """Notices of the library, such as that it compiles, are shown in the bar, not above it."""
-    handler, logger = logging.Handler(), logging.getLogger("regard")
-    handler.emit = lambda record: bar.say(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 class Lines:

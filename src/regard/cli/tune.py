@@ -1,6 +1,6 @@
 """regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from regard.bench import Tuning
     from regard.rates import Speed
 
-UNITS = {  # the name of a rate with its unit, and the factor to that unit
+UNITS = {  # of `Speed`: the name of a rate with its unit, and the factor to that unit
     "call": ("to start an operator, us", 1e6),
     "products": ("float32 products, GFLOP/s", 1e-9),
     "elements": ("elementwise work, G/s", 1e-9),
@@ -82,17 +82,16 @@ def show(before: "Speed", tuning: "Tuning", console: Console) -> None:
     import torch
 
     from regard.ops.explain import kernel_objection
-    from regard.rates import Speed, typical
+    from regard.rates import typical
 
     rows, unmeasured, usual = [], [], typical(torch.get_num_threads())
-    for rate in fields(Speed):
-        what, factor = UNITS[rate.name]
-        values = (getattr(speed, rate.name) for speed in (usual, before, tuning.speed))
-        apart = tuning.spread.get(rate.name)
+    for name, (what, factor) in UNITS.items():
+        values = (getattr(speed, name) * factor for speed in (usual, before, tuning.speed))
+        apart = tuning.spread.get(name)
         if apart is None:
             unmeasured.append(what.rpartition(", ")[0])
         spread = "" if apart is None else f"{apart:.2f}x"
-        rows.append([what, *(f"{value * factor:.3g}" for value in values), spread])
+        rows.append([what, *(f"{value:.3g}" for value in values), spread])
     title = "Rates of this machine"
     threads = counted(torch.get_num_threads(), "thread")
     say(console, f"{title}, torch {torch.__version__}, {threads}", bold=title)

@@ -78,7 +78,25 @@ def _mla(shipped: Sequence[Attention], dtype: torch.dtype, **options: Any) -> Ta
 
 LATENT = partial(_mla, form="exact-rope")
 DEEPSEEK = partial(_mla, form="deepseek")
-_SHARES = (("75", 0.75), ("50", 0.5), ("25", 0.25))
+PORTABLE = partial(DEEPSEEK, portable=True)
+
+
+def _codes(name: str, **shown: bool) -> Candidate:
+    """A row with a quantised cache."""
+    return Candidate(name.lower(), f"{{kind}}, {name} cache", as_shipped, cache=name, **shown)
+
+
+def _share(key: str, name: str, choose: Callable[..., Target], **more: Any) -> Candidate:
+    """A row whose latent takes N % of the shipped cache, N being the number in its key."""
+    share = int(key.split("-")[1])
+    return Candidate(key, name.format(N=share), partial(choose, budget=share / 100), **more)
+
+
+def _in_int8(row: Candidate, **shown: bool) -> Candidate:
+    """The row with an int8 cache."""
+    name = f"{row.name}, int8 cache"
+    return Candidate(f"{row.key}-int8", name, row.choose, cache="int8", **shown)
+
 
 MEANT = {  # names that other commands have, or that are often written: the row that is meant
     "mla": "deepseek-50",
@@ -94,67 +112,28 @@ MEANT = {  # names that other commands have, or that are often written: the row 
 }
 
 ALL = "all"  # in `--attention`: every usual row
+JOINT, MLA = "joint latent, {N} %", "DeepSeek's MLA, {N} %"
 CANDIDATES = (
     Candidate("shipped", "{kind}, as shipped", as_shipped, exact=True, few=True),
-    Candidate("int8", "{kind}, int8 cache", as_shipped, cache="int8", few=True),
-    Candidate("int4", "{kind}, int4 cache", as_shipped, cache="int4"),
-    *(
-        Candidate(
-            name.lower(),
-            f"{{kind}}, {name} cache",
-            as_shipped,
-            cache=name,
-            few=name == "K8V4",
-            usual=name != "K4V4",
-        )
-        for name in ("K8V4", "K6V4", "K4V4")
-    ),
+    _codes("int8", few=True),
+    _codes("int4"),
+    _codes("K8V4", few=True),
+    _codes("K6V4"),
+    _codes("K4V4", usual=False),
     Candidate("mha", "MHA, spelled out", _mha, exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
     Candidate("mqa", "MQA, aligned", _mqa, few=True),
     Candidate("latent-100", "joint latent, full rank", partial(LATENT, budget=1.0), exact=True),
-    *(
-        Candidate(
-            f"latent-{name}",
-            f"joint latent, {name} %",
-            partial(LATENT, budget=share),
-            few=name == "50",
-            usual=name != "25",
-        )
-        for name, share in _SHARES
-    ),
-    *(
-        Candidate(
-            f"deepseek-{name}",
-            f"DeepSeek's MLA, {name} %",
-            partial(DEEPSEEK, budget=share),
-            few=name == "50",
-            usual=name == "50",
-        )
-        for name, share in (("100", 1.0), *_SHARES[:2])
-    ),
-    *(
-        Candidate(
-            f"portable-{name}",
-            f"DeepSeek's MLA, {name} %, portable",
-            partial(DEEPSEEK, budget=share, portable=True),
-            usual=False,
-        )
-        for name, share in _SHARES[:2]
-    ),
-    Candidate(
-        "latent-50-int8",
-        "joint latent, 50 %, int8 cache",
-        partial(LATENT, budget=0.5),
-        cache="int8",
-        usual=False,
-    ),
-    Candidate(
-        "deepseek-50-int8",
-        "DeepSeek's MLA, 50 %, int8 cache",
-        partial(DEEPSEEK, budget=0.5),
-        cache="int8",
-    ),
+    _share("latent-75", JOINT, LATENT),
+    latent_50 := _share("latent-50", JOINT, LATENT, few=True),
+    _share("latent-25", JOINT, LATENT, usual=False),
+    _share("deepseek-100", MLA, DEEPSEEK, usual=False),
+    _share("deepseek-75", MLA, DEEPSEEK, usual=False),
+    deepseek_50 := _share("deepseek-50", MLA, DEEPSEEK, few=True),
+    _share("portable-75", f"{MLA}, portable", PORTABLE, usual=False),
+    _share("portable-50", f"{MLA}, portable", PORTABLE, usual=False),
+    _in_int8(latent_50, usual=False),
+    _in_int8(deepseek_50),
 )
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.measure import DECODED, Row, Sample, time_prefills
-from regard.compare.proving import Proof, proved
+from regard.compare.proving import proved
 from regard.compare.reasons import outside, reasons
 from regard.compare.result import Comparison
 from regard.compare.runner import Runner, Runners
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.compare.work import PREFILLING, ROW, Progress, Work
-from regard.convert.measuring import LOGITS, dtype_name, largest, last_logits
+from regard.convert.measuring import LOGITS, dtype_name, last_logits
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
 
@@ -87,39 +87,30 @@ def compare(
     )
     work = Work(progress, len(named) * (ROW + PREFILLING * prefills) + runners.seconds)
     measured: dict[str, Sample | str] = {}
-
-    def so_far() -> Comparison:
-        rows = _rows(named, measured, context, memory, dtype_name(stored))
-        because = reasons(rows, context, dtype_name(model.dtype), outside(model))
-        return Comparison(
-            model=name,
-            kind=shipped[0].kind,
-            num_layers=len(shipped),
-            context=context,
-            memory=memory,
-            dtype=dtype_name(model.dtype),
-            threads=torch.get_num_threads(),
-            text=texts.source,
-            proof=proof,
-            rows=rows,
-            verdict=verdict(rows, dtype_name(stored), because),
-            seconds=time.perf_counter() - started,
-            decoded=len(windows) * min(DECODED, context - 1),
-            cache_dtype=dtype_name(stored),
-        )
-
+    settings: dict[str, Any] = {
+        "model": name,
+        "kind": shipped[0].kind,
+        "num_layers": len(shipped),
+        "context": context,
+        "memory": memory,
+        "dtype": dtype_name(model.dtype),
+        "threads": torch.get_num_threads(),
+        "text": texts.source,
+        "decoded": len(windows) * min(DECODED, context - 1),
+        "cache_dtype": dtype_name(stored),
+    }
     for each in named:
         runner = runners.of(each, work)
         work.begin(each.name, ROW)
         measured[each.name] = _measured(runner, windows, wanted, _ran(measured))
-        if len(measured) == 1:
-            proof = _proof(model, _ran(measured)[0], windows[-1], wanted)
-        on_row(so_far())
+        if "proof" not in settings:
+            settings["proof"] = proved(model, _ran(measured)[0].difference, windows[-1], wanted)
+        on_row(_result(model, named, measured, settings, started))
     if prefills:
         work.begin("prefills in turns", PREFILLING * len(named))
         time_prefills(_ran(measured), windows[-1])
     work.end()
-    return so_far()
+    return _result(model, named, measured, settings, started)
 
 
 def _logits(model: Any, windows: Int[Tensor, "N L"]) -> list[Float[Tensor, "K V"]]:
@@ -159,32 +150,28 @@ def _measured(
     return sample
 
 
-def _proof(
-    model: Any, first: Sample, window: Int[Tensor, " L"], wanted: Sequence[Float[Tensor, "K V"]]
-) -> Proof:
-    """The proof that the first row makes, which is the attention as shipped."""
-    logit = max(float(largest(each)) for each in wanted)
-    return proved(model, first.difference, window, wanted[-1], logit)
-
-
-def _rows(
+def _result(
+    model: Any,
     candidates: Sequence[Candidate],
     measured: dict[str, Sample | str],
-    context: int,
-    memory: int,
-    dtype: str,
-) -> tuple[Row, ...]:
-    """The rows so far."""
-    rows, ran = [], _ran(measured)
+    settings: dict[str, Any],
+    started: float,
+) -> Comparison:
+    """The comparison of the rows so far."""
+    names = ("context", "memory", "cache_dtype")
+    context, memory, stored = (settings[name] for name in names)
+    rows, first = [], _ran(measured)[0]
     for each in candidates[: len(measured)]:
         found = measured[each.name]
         if isinstance(found, str):
             rows.append(Row(each.name, each.exact, remark=found))
             continue
-        rows.append(
-            found.row(each.name, each.exact, ran[0], context=context, memory=memory, dtype=dtype)
-        )
-    return tuple(rows)
+        row = found.row(each.name, each.exact, first, context=context, memory=memory, dtype=stored)
+        rows.append(row)
+    because = reasons(rows, context, settings["dtype"], outside(model))
+    seconds = time.perf_counter() - started
+    sentence = verdict(rows, stored, because)
+    return Comparison(**settings, rows=tuple(rows), verdict=sentence, seconds=seconds)
 
 
 def _check_length(model: Any, context: int) -> None:

@@ -20,14 +20,13 @@ from regard.compare.measure import Row
 from regard.compare.methods import methods, within
 from regard.compare.needles import Document, answered
 from regard.compare.runner import Runner, Runners
-from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
+from regard.compare.shapes import bytes_of_caches, shape_of, storage_in, storage_of
 from regard.compare.texts import Texts
 from regard.compare.work import Progress, Work
 from regard.convert.measuring import dtype_name
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import logits_of
 from regard.page.page import table
-from regard.plan.shapes import STORAGES, Storage
 from regard.sparse.evicting import Evicting
 from regard.turns import Ratio
 
@@ -114,36 +113,30 @@ class Frontier:
     @property
     def verdict(self) -> str:
         """The row that loses least within the budget; without one, the rows on the frontier."""
-        ran = [row for row in self.rows if row.decode_perplexity_ratio is not None]
-        if not ran:
+        if all(row.decode_perplexity_ratio is None for row in self.rows):
             return "No method ran beside the shipped cache."
         if self.budget is None:
             names = "; ".join(f"{row.name} ({row.share:.0%})" for row in self.rows if row.best)
             return f"No row has both fewer bytes and a lower decode perplexity than: {names}."
-        inside = [row for row in ran if row.share is not None and row.share <= self.budget + 5e-3]
-        if not inside:
-            return f"No method fits {self.budget:.0%} of the shipped cache."
-        found = min(inside, key=_loss)
-        said = (
-            f"At {self.budget:.0%} of the shipped cache, {found.name} loses least: "
-            f"{_loss(found):.3f}x the decode perplexity"
-        )
-        near = [row.name for row in inside if row is not found and _overlap(row, found)]
-        return (
-            f"{said}; the intervals do not tell it from {', '.join(near)}." if near else f"{said}."
-        )
+        share = f"{self.budget:.0%} of the shipped cache"
+        losses = {
+            row.name: ratio
+            for row in self.rows
+            if (ratio := row.decode_perplexity_ratio) and (row.share or 1.0) <= self.budget + 5e-3
+        }
+        if not losses:
+            return f"No method fits {share}."
+        least, *others = sorted(losses, key=lambda name: losses[name].value)
+        loss = losses[least]
+        near = [name for name in others if losses[name].low <= loss.high]
+        more = f"; the intervals do not tell it from {', '.join(near)}" if near else ""
+        return f"At {share}, {least} loses least: {loss.value:.3f}x the decode perplexity{more}."
 
 
 def _ratio(value: float | None, ratio: Ratio | None) -> str:
     if ratio is None:
         return f"{value:,.2f}"
     return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
-
-
-def _overlap(row: Row, other: Row) -> bool:
-    """Whether the intervals of two rows' decode perplexities have a value in common."""
-    one, two = row.decode_perplexity_ratio, other.decode_perplexity_ratio
-    return one is not None and two is not None and one.low <= two.high and two.low <= one.high
 
 
 def front(points: dict[str, tuple[float, float]]) -> list[str]:
@@ -330,24 +323,14 @@ def _bytes_per_token(runner: Runner, rows: int, dtype: str) -> float:
     total = 0.0
     for layer, cache in zip(runner.layers, runner.caches, strict=True):
         stored: Any = cache
-        held = stored.rows if isinstance(stored, Evicting) else stored.length
-        shape = shape_of(layer)
-        storage = _storage_of(stored, shape.window)
+        shape, evicts = shape_of(layer), isinstance(stored, Evicting)
+        held = stored.rows if evicts else stored.length
+        storage = storage_in(stored) if evicts else storage_of([stored], [shape.window])
         if storage is None or not held:
             total += stored.nbytes / rows / stored.length
         else:
             total += bytes_of_caches([shape], storage, context=held, dtype=dtype) / stored.length
     return total
-
-
-def _storage_of(cache: Any, window: int | None) -> Storage | None:
-    """The storage of a cache's rows; None if no formula is known."""
-    if not isinstance(cache, Evicting):
-        return storage_of([cache], [window])
-    form = getattr(cache, "format", None)
-    if form is None:
-        return STORAGES["plain"]
-    return Storage(form.name, form.key_bits, form.value_bits, form.group)
 
 
 def _marked(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -359,8 +342,3 @@ def _marked(rows: Sequence[Row]) -> tuple[Row, ...]:
     }
     best = front(points)
     return tuple(replace(row, best=row.name in best) for row in rows)
-
-
-def _loss(row: Row) -> float:
-    assert row.decode_perplexity_ratio is not None
-    return row.decode_perplexity_ratio.value

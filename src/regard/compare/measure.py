@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,24 +206,27 @@ class Sample:
         return hidden
 
     def row(
-        self,
-        name: str,
-        exact: bool,
-        first: "Sample",
-        *,
-        context: int,
-        memory: int,
-        dtype: str,
+        self, name: str, exact: bool, first: "Sample", *, context: int, memory: int, dtype: str
     ) -> Row:
         """The row of the table that these measurements make, compared with the first row's; its
         caches are stated in `dtype`."""
         losses, decoded = torch.cat(self.losses), torch.cat(self.decode_losses)
         layers = tuple(map(shape_of, self.runner.layers))
         storage = storage_of(self.runner.caches, [layer.window for layer in layers])
+
+        def taken(tokens: int, dtype: str = dtype) -> int:
+            if (
+                storage is None
+            ):  # no formula is known: in proportion to the bytes that were measured
+                return round(self.bytes_per_token * tokens)
+            return bytes_of_caches(layers, storage, context=tokens, dtype=dtype)
+
         row = Row(
             name,
             exact,
-            **self._memory(layers, storage, context=context, memory=memory, dtype=dtype),
+            cache_bytes_per_token=taken(context) / context,
+            run_bytes_per_token=taken(context, dtype_name(self.runner.model.dtype)) / context,
+            context_in_memory=largest(taken, memory),
             layers=layers,
             storage=storage,
             perplexity=math.exp(losses.double().mean()),
@@ -239,32 +241,6 @@ class Sample:
             perplexity_ratio=perplexity_ratio(losses, torch.cat(first.losses)),
             decode_perplexity_ratio=perplexity_ratio(decoded, torch.cat(first.decode_losses)),
         )
-
-    def _memory(
-        self,
-        layers: tuple[LayerShape, ...],
-        storage: Storage | None,
-        *,
-        context: int,
-        memory: int,
-        dtype: str,
-    ) -> dict[str, Any]:
-        """The fields of `Row` about memory: by formulas, or as measured of a cache without one."""
-        if storage is None:
-            return {
-                "cache_bytes_per_token": self.bytes_per_token,
-                "run_bytes_per_token": self.bytes_per_token,
-                "context_in_memory": int(memory // self.bytes_per_token),
-            }
-
-        def taken(tokens: int, dtype: str = dtype) -> int:
-            return bytes_of_caches(layers, storage, context=tokens, dtype=dtype)
-
-        return {
-            "cache_bytes_per_token": taken(context) / context,
-            "run_bytes_per_token": taken(context, dtype_name(self.runner.model.dtype)) / context,
-            "context_in_memory": largest(taken, memory),
-        }
 
 
 class Steps:

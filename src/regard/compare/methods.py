@@ -6,9 +6,9 @@ from functools import partial
 
 from regard.cache import Cache, KVCache, QuantizedCache
 from regard.compare.candidates import CANDIDATES, Candidate, as_shipped
-from regard.compare.shapes import bytes_of_caches, storage_of
+from regard.compare.shapes import bytes_of_caches, storage_in
 from regard.names import FORMATS
-from regard.plan.shapes import LayerShape, Storage
+from regard.plan.shapes import LayerShape
 from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, SnapKV, Streaming
 from regard.sparse.scores import Score
 
@@ -70,11 +70,11 @@ def within(
         context: tokens.
         dtype: of the checkpoint.
     """
-    plain = bytes_of_caches(layers, _stored(KVCache()), context=context, dtype=dtype)
+    plain = bytes_of_caches(layers, storage_in(KVCache()), context=context, dtype=dtype)
     found = [CANDIDATES[0]]
     for format in ("", *FORMATS):
         cache = QuantizedCache(format=format) if format else KVCache()
-        share = bytes_of_caches(layers, _stored(cache), context=context, dtype=dtype) / plain
+        share = bytes_of_caches(layers, storage_in(cache), context=context, dtype=dtype) / plain
         if share <= budget:
             found += [each for each in CANDIDATES if each.cache == format]
             continue
@@ -84,10 +84,3 @@ def within(
             found += [evicted(kept, score, format) for score in scores]
     latent = f"latent-{budget:.0%}".removesuffix("%")
     return (*found, *(each for each in CANDIDATES if each.key == latent))
-
-
-def _stored(cache: Cache) -> Storage:
-    """The storage of a cache of a layer without a window."""
-    found = storage_of([cache])
-    assert found is not None
-    return found

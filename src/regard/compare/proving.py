@@ -3,6 +3,7 @@
 The bound is on rounding: 32 roundings of the largest logit for each layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,7 @@ def proved(
     model: Any,
     difference: float,
     window: Int[Tensor, " L"],
-    wanted: Float[Tensor, "K V"],
-    largest_logit: float,
+    wanted: Sequence[Float[Tensor, "K V"]],
 ) -> Proof:
     """The proof that a difference between the model's logits and those under regard makes.
 
@@ -60,22 +60,21 @@ def proved(
     Args:
         model: a transformers model.
         difference: the largest of all windows.
-        window: one of them.
-        wanted: the model's own logits over its last tokens.
-        largest_logit: of all windows.
+        window: the last of them.
+        wanted: the model's own logits over the last tokens of each window.
 
     Raises:
         ValueError: if the logits differ by more than rounding, naming the reason.
     """
-    unit = torch.finfo(model.dtype).eps / 2
-    tolerance = ROUNDINGS * unit * len(attention_modules(model)) * largest_logit
-    proof = Proof(difference, tolerance, largest_logit)
+    logit = max(float(largest(each)) for each in wanted)
+    tolerance = ROUNDINGS * torch.finfo(model.dtype).eps / 2 * len(attention_modules(model)) * logit
+    proof = Proof(difference, tolerance, logit)
     if proof.holds:
         return proof
-    if not largest(wanted).isfinite():
+    if not largest(wanted[-1]).isfinite():
         raise ValueError("the model's own logits are not finite; nothing was compared")
     bound = f"rounding explains {tolerance:.2e} at most; nothing was compared"
-    _, again = compare_logits(model, window, hidden_states(model, window[None])[0], wanted)
+    _, again = compare_logits(model, window, hidden_states(model, window[None])[0], wanted[-1])
     if not again <= tolerance:
         raise ValueError(
             f"the model's own logits change from run to run, without regard, by up to {again:.2e}, "

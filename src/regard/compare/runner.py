@@ -120,31 +120,29 @@ class Runners:
         tokens: `[M, K]`, to calibrate on.
         dtype: of the checkpoint.
         rollback: tokens that can be taken back from windows.
-
-    Attributes:
-        missing: targets to which the layers are not converted yet.
     """
 
     def __init__(
         self,
         model: Any,
-        shipped: list[Attention],
+        shipped: Sequence[Attention],
         candidates: Sequence[Candidate],
         tokens: Int[Tensor, "M K"],
         dtype: torch.dtype,
         rollback: int,
     ) -> None:
-        self.model, self.shipped, self.tokens, self.rollback = model, shipped, tokens, rollback
+        self._model, self._tokens, self._rollback = model, tokens, rollback
         self._targets = {each.name: _target(each, shipped, dtype) for each in candidates}
-        wanted = {each: None for each in self._targets.values() if isinstance(each, Target)}
+        wanted = (each for each in self._targets.values() if isinstance(each, Target))
         self._names = {each: converted_cache.name_of(each, shipped, tokens) for each in wanted}
-        self._made: dict[Target, list[nn.Module] | str] = {}
+        self._made: dict[Target | None, Sequence[nn.Module] | str] = {None: shipped}
         for target, name in self._names.items():
             if (layers := converted_cache.find(name, shipped)) is not None:
                 self._made[target] = layers
 
     @property
     def missing(self) -> list[Target]:
+        """Targets to which the layers are not converted yet."""
         return [target for target in self._names if target not in self._made]
 
     @property
@@ -157,12 +155,12 @@ class Runners:
         target = self._targets[candidate.name]
         if isinstance(target, str):
             return target
-        if target in self.missing:
+        if target not in self._made:
             self._convert(work)
-        layers = list(self.shipped) if target is None else self._made[target]
+        layers = self._made[target]
         if isinstance(layers, str):
             return layers
-        return Runner(self.model, layers, cache=candidate.cache, rollback=self.rollback)
+        return Runner(self._model, layers, cache=candidate.cache, rollback=self._rollback)
 
     def _convert(self, work: Work) -> None:
         missing = self.missing
@@ -172,9 +170,9 @@ class Runners:
             work.part(f"converting, {what}", done, total)
 
         try:
-            converted = convert(self.model, missing, self.tokens, progress=progress)
+            converted = convert(self._model, missing, self._tokens, progress=progress)
         except ValueError as objection:
-            self._made |= {target: str(objection) for target in missing}
+            self._made |= dict.fromkeys(missing, str(objection))
             return
         for each in converted:
             converted_cache.store(self._names[each.target], each.layers)

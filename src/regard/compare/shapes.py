@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from regard.cache import Cache, KVCache, SlidingCache
-from regard.cache.quantized import QuantizedCache
-from regard.plan.cost import Workload, cache_bytes
+from regard.cache.quantized import QuantizedCache, QuantizedWindow
+from regard.plan.cache_bytes import cache_bytes
 from regard.plan.modules import shape_of
-from regard.plan.shapes import STORAGES, LayerShape, Storage
+from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload
 
-__all__ = ["bytes_of_caches", "shape_of", "storage_of"]
+__all__ = ["bytes_of_caches", "shape_of", "storage_in", "storage_of"]
 
 
 def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> Storage | None:
@@ -19,22 +20,21 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
         caches: of a model, one for each layer.
         windows: of the layers; none of them has one if there are none.
     """
-    from regard.cache.quantized import QuantizedWindow
-
     found = set()
     for cache, window in zip(caches, windows or [None] * len(caches), strict=True):
-        plain, codes = (
-            KVCache if window is None else SlidingCache,
-            (QuantizedCache if window is None else QuantizedWindow),
-        )
-        if type(cache) is plain:
-            found.add(STORAGES["plain"])
-        elif type(cache) is codes:
-            stored = cache.format
-            found.add(Storage(stored.name, stored.key_bits, stored.value_bits, stored.group))
-        else:
+        known = (KVCache, QuantizedCache) if window is None else (SlidingCache, QuantizedWindow)
+        if type(cache) not in known:
             return None
+        found.add(storage_in(cache))
     return found.pop() if len(found) == 1 else None
+
+
+def storage_in(cache: Any) -> Storage:
+    """The storage of the tokens that a cache holds, plain or in codes of its format."""
+    stored = getattr(cache, "format", None)
+    if stored is None:
+        return STORAGES["plain"]
+    return Storage(stored.name, stored.key_bits, stored.value_bits, stored.group)
 
 
 def bytes_of_caches(

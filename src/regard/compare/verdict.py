@@ -45,26 +45,15 @@ def _of_memory(
 ) -> tuple[Row, str]:
     """The smallest row of the same quality, or of all rows if none of those saves memory."""
     good = [row for row in others if _keeps_quality(row)]
-    best = min(good, key=_bytes, default=shipped)
-    if _bytes(best) >= _bytes(shipped):
-        least = min(others, key=_bytes)
-        costs = _costs(least, shipped, cache, reasons)
-        if len(others) == 1:
-            return least, (
-                f"For memory alone, {least.name} does not beat the attention as shipped: "
-                f"it keeps {costs}."
-            )
-        return least, (
-            "For memory alone, nothing here beats the attention as shipped: "
-            f"the smallest of the others, {least.name}, keeps {costs}."
-        )
-    if len(others) == 1:
-        return best, (
-            f"For memory alone, {best.name} beats the attention as shipped: "
-            f"it keeps {_costs(best, shipped, cache, reasons)}."
-        )
-    costs = _costs(best, shipped, cache, reasons)
-    return best, f"For memory alone, {best.name} is the best of these: it keeps {costs}."
+    best, alone = min(good, key=_bytes, default=shipped), len(others) == 1
+    saves = _bytes(best) < _bytes(shipped)
+    row = best if saves else min(others, key=_bytes)
+    shipped_wins = "nothing here beats the attention as shipped: the smallest of the others, {},"
+    if alone:
+        said = f"{row.name} {'beats' if saves else 'does not beat'} the attention as shipped: it"
+    else:
+        said = f"{row.name} is the best of these: it" if saves else shipped_wins.format(row.name)
+    return row, f"For memory alone, {said} keeps {_costs(row, shipped, cache, reasons)}."
 
 
 def _costs(row: Row, shipped: Row, cache: str, reasons: Mapping[str, str]) -> str:

@@ -67,7 +67,7 @@ def cache_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     attention does not depend on the context, and is on every rank.
 
     Examples:
-        >>> from regard.plan.cost import cache_bytes
+        >>> from regard.plan.cache_bytes import cache_bytes
         >>> from regard.plan.shapes import STORAGES, LayerShape, Workload
         >>> mla = LayerShape(hidden_size=5120, num_heads=128, num_kv_heads=128, head_dim=192,
         ...     v_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64)
@@ -93,12 +93,7 @@ def _needed(layer: LayerShape, work: Workload) -> int:
 def bytes_in_pages(
     layer: LayerShape, storage: Storage, work: Workload, tokens: int, coded: int
 ) -> int:
-    """Bytes of so many tokens of one row, `coded` of which are codes if the storage has any.
-
-    Args:
-        tokens: all of them.
-        coded: those in full pages after the first.
-    """
+    """Bytes of so many tokens of one row, `coded` of which are codes if the storage has any."""
     whole = token_bytes(layer, STORAGES["plain"], work)
     if not storage.bits:
         return tokens * whole
@@ -106,20 +101,12 @@ def bytes_in_pages(
 
 
 def coded_tokens(storage: Storage, work: Workload, needed: int) -> int:
-    """How many of the `needed` latest of all tokens lie in full pages after the first.
-
-    Args:
-        needed: tokens.
-    """
+    """How many of the `needed` latest of all tokens lie in full pages after the first."""
     return _coded(storage, work, work.tokens - needed)
 
 
 def coded_keys(storage: Storage, work: Workload, visible: int) -> int:
-    """How many of the `visible` latest keys of the next token, its own included, are codes.
-
-    Args:
-        visible: keys.
-    """
+    """How many of the `visible` latest keys of the next token, its own included, are codes."""
     return _coded(storage, work, work.tokens + 1 - visible)
 
 
@@ -135,10 +122,7 @@ def _coded(storage: Storage, work: Workload, start: int) -> int:
 def pages(layer: LayerShape, page: int, work: Workload) -> tuple[int, int]:
     """Pages of one row in the dtype's own bits and pages of codes, after the prefill and one token.
 
-    Pages that lie wholly before a window are released.
-
-    Args:
-        page: tokens of a page.
+    A page has `page` tokens. Pages that lie wholly before a window are released.
     """
     tokens = work.tokens + 1
     released = 0 if layer.window is None else max(0, tokens + 1 - layer.window) // page
@@ -187,9 +171,6 @@ def block_bytes(layer: LayerShape, storage: Storage, work: Workload, block: int)
     """Bytes of whole blocks of `block` tokens, as serving engines reserve them.
 
     Of a window, the blocks that it can touch while decoding; of chunks, those of one chunk.
-
-    Args:
-        block: tokens of a block.
 
     Raises:
         ValueError: if the storage is in pages, which are blocks of their own size.

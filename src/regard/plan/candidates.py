@@ -33,9 +33,6 @@ def choices(model: ModelShape) -> tuple[tuple[Choice, ...], Mapping[str, str]]:
 
     Layers that cache no keys, as linear attention, stay as they are.
 
-    Args:
-        model: the shipped model.
-
     Examples:
         >>> from regard.plan.candidates import choices
         >>> from regard.plan.shapes import LayerShape, ModelShape

@@ -13,7 +13,6 @@ from operator import add
 
 from regard.plan.cache_bytes import (
     allocated_bytes,
-    block_bytes,
     bytes_in_pages,
     cache_bytes,
     coded_keys,
@@ -22,36 +21,14 @@ from regard.plan.cache_bytes import (
 )
 from regard.plan.flops import (
     Form,
-    attention_flops,
     decode_flops,
     prefill_flops,
     visible_decode_flops,
     visible_keys,
-    visible_pairs,
     visible_prefill_flops,
 )
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Storage, Workload
 from regard.plan.weights import check_known, parameters
-
-__all__ = [
-    "Cost",
-    "Workload",
-    "allocated_bytes",
-    "attention_flops",
-    "block_bytes",
-    "cache_bytes",
-    "cost_of",
-    "decode_bytes",
-    "decode_flops",
-    "parameters",
-    "prefill_bytes",
-    "prefill_flops",
-    "token_bytes",
-    "visible_decode_flops",
-    "visible_keys",
-    "visible_pairs",
-    "visible_prefill_flops",
-]
 
 
 @dataclass(frozen=True)
@@ -190,9 +167,6 @@ def prefill_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     Keys and values of all tokens are written once and read once, as the cache stores them, also
     where a window drops them later. A layer with `keys_of` only reads them. In pages they are read
     in the dtype's own bits.
-
-    Raises:
-        ValueError: for linear attention.
     """
     check_known(layer)
     tokens = work.tokens
@@ -209,9 +183,6 @@ def decode_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
 
     The visible keys and values are read, those of the new token too; the latter are also written.
     Sealing a page, once in `page_size` tokens, is left out.
-
-    Raises:
-        ValueError: for linear attention.
     """
     check_known(layer)
     keys = visible_keys(layer, work)

@@ -1,8 +1,11 @@
 """Floating-point operations of a layer of attention on one rank, a multiply-add counted as 2.
 
 As `torch.utils.flop_counter` counts them: matrix products alone. Softmax, norms and rotation are
-not counted, nor is the Hadamard rotation of low-bit caches. Each function takes a layer of any kind
-but linear attention, and the workload whose tokens, rows and ranks count.
+not counted, nor is the Hadamard rotation of low-bit caches. Each function takes a layer, and the
+workload whose tokens, rows and ranks count; `form` is that of MLA: in `"expanded"` form the keys of
+every head are computed, as prefills are run, in `"absorbed"` form queries attend to the latents, as
+steps are run. A ValueError is raised for linear attention, another form, and a mask that
+`visible_pairs` refuses.
 """
 
 from typing import Literal
@@ -19,61 +22,30 @@ def prefill_flops(layer: LayerShape, work: Workload, form: Form = "expanded") ->
 
     Kernels that compute hidden scores do this work, and the counter counts it, whatever the mask;
     `visible_prefill_flops` leaves hidden keys out.
-
-    Args:
-        form: of MLA, whether the keys of every head are computed (`"expanded"`, as prefills are
-            run) or queries attend to the latents (`"absorbed"`). Other layers have one form.
-
-    Raises:
-        ValueError: for linear attention, or another form.
     """
     return _flops(layer, work, form, work.tokens, work.context, work.tokens * work.context)
 
 
 def decode_flops(layer: LayerShape, work: Workload, form: Form = "absorbed") -> int:
-    """FLOPs of one more token after `context` tokens; of a window, with the keys in it.
-
-    Args:
-        form: as for `prefill_flops`; steps of MLA are usually absorbed.
-
-    Raises:
-        ValueError: for linear attention, or another form.
-    """
+    """FLOPs of one more token after `context` tokens; of a window, with the keys in it."""
     keys = layer.within_window(ceil_div(work.context + 1, work.cp))
     return _flops(layer, work, form, 1, keys, keys)
 
 
 def visible_prefill_flops(layer: LayerShape, work: Workload, form: Form = "expanded") -> int:
-    """FLOPs of a prefill that computes the scores of visible keys only.
-
-    Args:
-        form: as for `prefill_flops`.
-
-    Raises:
-        ValueError: for linear attention, another form, or a mask that `visible_pairs` refuses.
-    """
+    """FLOPs of a prefill that computes the scores of visible keys only."""
     pairs = ceil_div(visible_pairs(layer, work.context), work.cp)
     return _flops(layer, work, form, work.tokens, work.context, pairs)
 
 
 def visible_decode_flops(layer: LayerShape, work: Workload, form: Form = "absorbed") -> int:
-    """FLOPs of one more token that reads visible keys only.
-
-    Args:
-        form: as for `decode_flops`.
-
-    Raises:
-        ValueError: for linear attention, or another form.
-    """
+    """FLOPs of one more token that reads visible keys only."""
     keys = visible_keys(layer, work)
     return _flops(layer, work, form, 1, keys, keys)
 
 
 def visible_pairs(layer: LayerShape, context: int) -> int:
     """The number of queries and keys of a prefill that the mask leaves visible, of one head.
-
-    Args:
-        context: tokens of the prefill.
 
     Raises:
         ValueError: for a window and chunks together, or one of them in a layer that is not causal.
@@ -103,12 +75,8 @@ def visible_keys(layer: LayerShape, work: Workload) -> int:
 def attention_flops(layer: LayerShape, work: Workload, pairs: int, form: Form = "expanded") -> int:
     """FLOPs of the scores and the weighted sums of values, without projections.
 
-    Args:
-        pairs: of a query and a key, of one head and one row.
-        form: of MLA; absorbed queries and sums are as wide as the latents.
-
-    Raises:
-        ValueError: for another form.
+    `pairs` of a query and a key are those of one head and one row. Absorbed queries and sums are as
+    wide as the latents.
     """
     widths = layer.head_dim + layer.v_head_dim
     if _is_absorbed(layer, form):

@@ -72,8 +72,7 @@ def shape_of(layer: Any) -> LayerShape:
         >>> shape.kind, shape.head_dim, shape.kv_lora_rank
         ('MLA', 12, 16)
     """
-    is_described = isinstance(layer, DESCRIBED)
-    if not is_described:
+    if not isinstance(layer, DESCRIBED):
         known = ", ".join(each.__name__ for each in DESCRIBED)
         raise TypeError(f"sizes are known of {known}, got {type(layer).__name__}")
     rules = layer.mask.parts if isinstance(layer.mask, AllOf) else (layer.mask,)
@@ -92,16 +91,8 @@ def shape_of(layer: Any) -> LayerShape:
     usual = (layer.qk_head_dim if latent else layer.head_dim) ** -0.5 * layer.rope.softmax_factor
     common["scale"] = None if math.isclose(layer.scale, usual) else layer.scale
     if latent:
-        return LayerShape(
-            **common,
-            num_kv_heads=layer.num_heads,
-            head_dim=layer.qk_head_dim,
-            v_head_dim=layer.v_head_dim,
-            kv_lora_rank=layer.kv_lora_rank,
-            q_lora_rank=layer.q_lora_rank,
-            qk_rope_head_dim=layer.qk_rope_head_dim,
-            latent_norm=not isinstance(layer.kv_a_layernorm, nn.Identity),
-        )
+        normed = not isinstance(layer.kv_a_layernorm, nn.Identity)
+        return LayerShape(**common | _latent_sizes(layer, layer.num_heads), latent_norm=normed)
     return _shape_of_heads(layer, common)
 
 
@@ -162,7 +153,10 @@ def shape_of_module(
     family = family_of(inner)
     reader = family or Family(type(inner).__name__)
     latent = getattr(inner, "kv_lora_rank", None) is not None
-    sizes = _latent_sizes(inner) if latent else _head_sizes(inner, reader)
+    if latent:
+        sizes = _latent_sizes(inner, inner.config.num_attention_heads)
+    else:
+        sizes = _head_sizes(inner, reader)
     rope: Rotary | NoRotary = NO_ROPE
     if rotates and _is_rotated(inner, config, kind, family):
         rope = _rope(inner, config, kind, sizes)
@@ -228,8 +222,8 @@ def _head_sizes(module: Any, family: Family) -> dict[str, int]:
     }
 
 
-def _latent_sizes(module: Any) -> dict[str, Any]:
-    heads = module.config.num_attention_heads
+def _latent_sizes(module: Any, heads: int) -> dict[str, Any]:
+    """The sizes of MLA, which have the same names in regard and in transformers."""
     return {
         "num_heads": heads,
         "num_kv_heads": heads,

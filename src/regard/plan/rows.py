@@ -67,6 +67,11 @@ class Row:
     sent: Sent
     largest_context: int | None
 
+    @property
+    def fitting(self) -> str:
+        """The tokens that fit the memory, in words."""
+        return "any" if self.largest_context is None else f"{self.largest_context:,}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -152,9 +157,4 @@ def _each(row: Row, scale: int) -> list[str]:
 
 
 def _measures(row: Row) -> list[str]:
-    return [fits(row), *(three_digits(1e3 * each.seconds) for each in row.decode)]
-
-
-def fits(row: Row) -> str:
-    """The tokens that fit the memory, in words."""
-    return "any" if row.largest_context is None else f"{row.largest_context:,}"
+    return [row.fitting, *(three_digits(1e3 * each.seconds) for each in row.decode)]

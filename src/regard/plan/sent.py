@@ -1,7 +1,8 @@
 """Bytes that a rank sends for a layer of attention: with heads split, with tokens sharded, or both.
 
 Of one layer, in all rows of the batch, as `regard.distributed` sends them and `counted` counts
-them, but for linear attention. `rank` is the sender's number among those that share the tokens.
+them. `rank` is the sender's number among those that share the tokens. A ValueError is raised for
+linear attention, and for a window or chunks of a layer that is not causal.
 
 Tokens are sent to the ranks of which some query may attend to them, each once
 (`regard.distributed.context`). The sequence is cut into pieces of nearly one length; a rank holds
@@ -114,9 +115,6 @@ def prefill_sent(layer: LayerShape, work: Workload, balanced: bool, rank: int) -
     With heads split: one sum of the outputs, which each rank has of its own heads (Shoeybi et al.
     2019, arXiv:1909.08053). With tokens sharded: the keys and values of tokens, as a plain cache
     holds them. Before that the ranks tell each other that they make the same call.
-
-    Raises:
-        ValueError: for linear attention, or a window that is not causal.
     """
     check_known(layer)
     tokens, _ = moved_tokens(layer, balanced, work.context, work.cp, rank)
@@ -130,9 +128,6 @@ def training_sent(layer: LayerShape, work: Workload, balanced: bool, rank: int) 
     Forward: as `prefill_sent`. Backward, with heads split: `backward_sums`. With tokens sharded:
     keys and values are sent again, and the gradients of those that were received go back, in
     float32. Activation checkpointing sends the bytes of the forward pass again.
-
-    Raises:
-        ValueError: as `prefill_sent`.
     """
     check_known(layer)
     sent, received = moved_tokens(layer, balanced, work.context, work.cp, rank)
@@ -151,9 +146,6 @@ def decode_sent(layer: LayerShape, work: Workload) -> int:
     With heads split: the sum of the outputs. With a cache that is sharded over ranks: the output of
     each query head and its log-sum-exp, of the keys that the rank holds, in float32 to each other
     rank. Queries of MLA attend to the latents, so that their outputs are as wide as these.
-
-    Raises:
-        ValueError: for linear attention.
     """
     check_known(layer)
     channels = layer.latent if layer.kind == "MLA" else layer.v_head_dim
@@ -167,11 +159,6 @@ def sum_sent(elements: int, ranks: int, itemsize: int) -> int:
     In a ring each rank sends each share of 1/ranks to all ranks but one, twice: once for adding up,
     once for handing out the result (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Half
     precision is added up, and so sent, in float32.
-
-    Args:
-        elements: of the tensor.
-        ranks: that have a term of the sum.
-        itemsize: bytes of a number.
     """
     return sum_bytes(elements * max(itemsize, SINGLE), ranks)
 
@@ -184,9 +171,7 @@ def sum_bytes(nbytes: int, ranks: int) -> int:
 def forward_sums(layer: LayerShape, work: Workload, tokens: int, keys: int | None = None) -> int:
     """Bytes of the sum of the outputs, and of the squares that a norm over all heads needs.
 
-    Args:
-        tokens: of each row.
-        keys: that are projected; None for as many as tokens.
+    Of so many tokens of each row; as many `keys` are projected if None.
     """
     outputs = sum_sent(work.batch * tokens * layer.hidden_size, work.tp, work.itemsize)
     return outputs + _sums_of_squares(layer, work, tokens, keys)
@@ -199,9 +184,8 @@ def backward_sums(
     that every rank reads for its own heads, of the norms of heads, and of the weights of key heads
     that several ranks have.
 
-    Args:
-        keys: that are projected; None for as many as tokens.
-        key_channels: of what keys and values are projected from; None for the hidden states'.
+    As many `keys` are projected as there are tokens if None, from `key_channels` channels each, or
+    from those of the hidden states.
     """
     read = [work.batch * work.tokens * channels for channels in _read(layer)]
     if layer.qk_norm == "head":
@@ -261,9 +245,6 @@ def moved_tokens(
 
     Of chunks it is the most, as of a window of their size: chunks that end where pieces end need
     nothing sent.
-
-    Raises:
-        ValueError: for a window or chunks of a layer that is not causal.
     """
     reach = _reach(layer)
     if layer.causal:

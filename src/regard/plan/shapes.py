@@ -255,9 +255,7 @@ def ceil_div(value: int, divisor: int) -> int:
 def replicas(num_kv_heads: int, tp: int) -> int:
     """Ranks that have the same key heads: as many as let every key head have ranks of its own.
 
-    Args:
-        num_kv_heads: of the layer on one device.
-        tp: ranks that the heads are divided among, into sets of equal size.
+    The ranks that the heads are divided among are in sets of equal size.
 
     Examples:
         >>> from regard.plan.shapes import replicas
@@ -307,11 +305,7 @@ class ModelShape:
 
 
 def distinct(layers: Sequence[LayerShape]) -> Mapping[LayerShape, tuple[int, ...]]:
-    """The different layers, each with the indices of those that are alike, in order.
-
-    Args:
-        layers: of a model.
-    """
+    """The different layers, each with the indices of those that are alike, in order."""
     indices: dict[LayerShape, list[int]] = {}
     for index, layer in enumerate(layers):
         indices.setdefault(layer, []).append(index)

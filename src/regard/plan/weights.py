@@ -1,6 +1,7 @@
 """Parameters of a layer of attention on one rank, as matrices and vectors by their names.
 
-Of a layer of any kind but linear attention, on the ranks of a workload.
+Of a layer on the ranks of a workload. Functions raise a ValueError for linear attention, whose
+projections do not follow from its sizes, and if `bias` names no projection of the layer.
 """
 
 from regard.plan.shapes import LayerShape, Workload
@@ -18,19 +19,12 @@ def parameters(layer: LayerShape, work: Workload) -> int:
     A layer with `keys_of` has neither projections nor norms of keys and values. With `tp` ranks
     these are the parameters of one rank; projections to latents, and what is added to the hidden
     states, are on each of them.
-
-    Raises:
-        ValueError: for linear attention, or if `bias` names no projection of the layer.
     """
     return sum(matrices(layer, work).values()) + sum(vectors(layer, work).values())
 
 
 def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:
-    """The elements of the weight of each projection, inputs times outputs.
-
-    Raises:
-        ValueError: for linear attention.
-    """
+    """The elements of the weight of each projection, inputs times outputs."""
     inputs = {
         "q_b_proj": layer.q_lora_rank or 0,
         "kv_b_proj": layer.latent,
@@ -43,11 +37,7 @@ def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:
 
 
 def vectors(layer: LayerShape, work: Workload) -> dict[str, int]:
-    """The elements of biases, norms and sinks.
-
-    Raises:
-        ValueError: for linear attention, or if `bias` names no projection of the layer.
-    """
+    """The elements of biases, norms and sinks."""
     outputs = _outputs(layer, work)
     known = [name for name in _PROJECTIONS if name in outputs]
     unknown = sorted(set(layer.bias) - set(known))

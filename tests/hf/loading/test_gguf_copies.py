@@ -10,7 +10,6 @@ import torch
 
 from checkpoints import write_gguf
 from regard.cache_folder import cache_folder
-from regard.compare import converted_cache as kept
 from regard.hf.loading import checkpoints, gguf_copies
 from regard.hf.loading.checkpoints import load
 from regard.hf.loading.gguf_copies import SAMPLE
@@ -190,5 +189,4 @@ def test_one_folder_for_all_that_is_stored(settings, folder, monkeypatch):
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(folder)
-    assert kept.folder() == Path(folder) / "compare"
     assert speed_path().parent == Path(folder)

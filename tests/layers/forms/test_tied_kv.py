@@ -97,9 +97,10 @@ def test_one_query_and_many_read_the_same_keys(rope, form):
 )
 def test_the_cache_holds_values_and_what_is_rotated(rope, form, numbers, position):
     from regard.plan import STORAGES
-    from regard.plan.cost import cache_bytes, parameters
+    from regard.plan.cache_bytes import cache_bytes
     from regard.plan.modules import shape_of
     from regard.plan.shapes import Workload
+    from regard.plan.weights import parameters
 
     layer, cache = layer_of(rope, form=form), KVCache()
     stepwise(layer, x_of(1), cache)

@@ -87,10 +87,10 @@ def shape_of(layer: Any) -> LayerShape:
         "sinks": layer.sinks is not None,
         "gate": _own_gate(layer),
     }
-    latent = isinstance(layer, MultiHeadLatentAttention)
-    usual = (layer.qk_head_dim if latent else layer.head_dim) ** -0.5 * layer.rope.softmax_factor
+    head_dim = layer.qk_head_dim if isinstance(layer, MultiHeadLatentAttention) else layer.head_dim
+    usual = head_dim**-0.5 * layer.rope.softmax_factor
     common["scale"] = None if math.isclose(layer.scale, usual) else layer.scale
-    if latent:
+    if isinstance(layer, MultiHeadLatentAttention):
         normed = not isinstance(layer.kv_a_layernorm, nn.Identity)
         return LayerShape(**common | _latent_sizes(layer, layer.num_heads), latent_norm=normed)
     return _shape_of_heads(layer, common)

@@ -1,6 +1,7 @@
 """The parts that every cache returns."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_parts_are_numbered_from_the_first_key_that_is_held(make, held):
     cache = DynamicCache() if make is None else GenerationCache([CacheLayer(make)])
     for _ in range(4):
         _, k, v = heads(keys=2)
-        parts = appended(cache, 0, k, v)
+        parts = appended(cache, SimpleNamespace(layer_idx=0), k, v).parts
     assert parts[0].kv_start == 0
     assert all(a.kv_stop == b.kv_start for a, b in pairwise(parts))
     assert parts[-1].kv_stop == held

@@ -71,6 +71,7 @@ def test_hooks_still_run(name):
     for child in attention.children():
         child.register_forward_hook(lambda module, given, out: seen.append("child"))
     regard.hf.install(model)
+    seen.clear()  # of the trial on random tokens, where this class is the first of the process
     run(model, inputs(name))
     assert seen[0] == "before"
     assert seen[-1] == {"deepseek-v3": 32}.get(name, 24)

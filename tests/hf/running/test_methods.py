@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import regard.hf
-from regard.hf.running import methods
+from regard.hf.running import registering
 
 SIZES = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 GPTJ = {**SIZES, "n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 2, "n_positions": 64}
@@ -44,8 +44,10 @@ def test_logits_text_and_gradients_are_the_same_and_come_from_attend(model, monk
     text = model.generate(ids, **options)
     before.square().mean().backward()
     grads = {name: each.grad for name, each in model.named_parameters()}
-    calls, own = [], methods.attended
-    monkeypatch.setattr(methods, "attended", lambda *args: calls.append(1) or own(*args))
+    calls, own = [], registering.attended
+    monkeypatch.setattr(
+        registering, "attended", lambda *args, **given: calls.append(1) or own(*args, **given)
+    )
     report = regard.hf.install(model)
     assert len(report.called) == 2
     assert not report.left_alone
@@ -64,17 +66,17 @@ def test_a_copy_calls_itself_and_uninstall_restores(model):
     before, *_ = run(model)
     regard.hf.install(model)
     twin = copy.deepcopy(model)
-    attention = next(each for each in twin.modules() if methods.NAME in vars(each))
-    assert vars(attention)[methods.NAME].__self__ is attention
+    attention = next(each for each in twin.modules() if registering.METHOD in vars(each))
+    assert vars(attention)[registering.METHOD].__self__ is attention
     regard.hf.uninstall(model)
-    assert not any(methods.NAME in vars(each) for each in model.modules())
+    assert not any(registering.METHOD in vars(each) for each in model.modules())
     torch.testing.assert_close(run(model)[0], before, rtol=0, atol=0)
 
 
 def test_dropout_of_training_is_that_of_the_module():
     model = built("GPTJ")
     regard.hf.install(model)
-    modules = [each for each in model.modules() if methods.NAME in vars(each)]
+    modules = [each for each in model.modules() if registering.METHOD in vars(each)]
     for each in modules:
         each.attn_dropout.p = 1 - 1e-9
     hidden = torch.randn(1, 3, 16)
@@ -94,4 +96,4 @@ def test_a_method_that_hides_keys_itself_is_refused():
 
 
 def test_other_modules_have_no_such_method():
-    assert not methods.can_attend(torch.nn.Linear(2, 2))
+    assert not registering.can_attend(torch.nn.Linear(2, 2))

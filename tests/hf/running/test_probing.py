@@ -25,8 +25,9 @@ def module(monkeypatch):
     return transformers.GraniteForCausalLM(config).train().model.layers[0].self_attn
 
 
-def test_the_same_computation_agrees_and_is_tried_once(module):
-    calls = []
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_same_computation_agrees_and_is_tried_once(module, dtype):
+    calls, module = [], module.to(dtype)
 
     def counted(*args, **given):
         calls.append(1)

@@ -7,7 +7,7 @@ from transformers.cache_utils import KVSharingDict
 
 import regard.hf
 from regard.cache import Part
-from regard.hf.running.shared_keys import SharedKeys, take
+from regard.hf.running.calls import CachedKeys
 from zoo import ZOO, tokens
 
 SHARED, TIED = ["gemma3n", "gemma4"], "gemma4 tied"
@@ -106,13 +106,12 @@ def test_a_module_reads_pages_and_the_rest_of_transformers_reads_tensors():
     k, v = torch.randn(2, 1, 2, 5, 4).unbind()
     whole = (Part(0, 3, (k[:, :, :3], v[:, :, :3])), Part(3, 5, (k[:, :, 3:], v[:, :, 3:])))
     shared = KVSharingDict()
-    shared["full_attention"] = SharedKeys(whole, None)
-    given = {"shared_kv_states": shared}
-    assert take(given, "full_attention").parts is whole
+    shared["full_attention"] = CachedKeys(whole)
+    assert shared["full_attention"].parts is whole
     assert all(map(torch.equal, shared["full_attention"], (k, v)))
     shared.to(torch.device("cpu"))  # as accelerate moves them: tensors then
-    (part,) = take(given, "full_attention").parts
-    assert torch.equal(part.streams[0], k)
+    assert all(map(torch.equal, shared["full_attention"], (k, v)))
+    assert not isinstance(shared["full_attention"], CachedKeys)
 
 
 def test_the_model_returns_what_it_shares_as_tensors():

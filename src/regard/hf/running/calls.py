@@ -1,15 +1,16 @@
 """What every call of attention in a transformers model has in common, however keys are made."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import Part
+from regard.cache.stored import Stored
 from regard.hf.families.recognising import family_of
 from regard.hf.families.table import Family
 from regard.hf.packages import cache_in
@@ -18,7 +19,7 @@ from regard.layers.attending import Attending, Keys
 from regard.layers.query_scale import UNSCALED
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
-from regard.ops.parts import Make
+from regard.ops.parts import Make, concatenated
 from regard.ops.prepared import Prepared
 from regard.tracing import is_autocast
 
@@ -115,72 +116,130 @@ def precision_of(module: nn.Module) -> str:
     return str(getattr(module, "precision", "strict"))
 
 
-def described(
+class CachedKeys(Sequence[Tensor]):
+    """Keys and values of all tokens of a call, in the parts that a cache returned.
+
+    As a sequence it is a pair of tensors, as transformers passes keys and values between layers:
+    indexing copies them out of pages or codes. Layers that regard runs read the parts.
+
+    Attributes:
+        parts: as the cache returned them, which may be pages or codes.
+        attending: the cache if it attends by itself, as each rank stores a share of its tokens.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], attending: Any = None) -> None:
+        self.parts, self.attending = parts, attending
+
+    @classmethod
+    def of(cls, *streams: Tensor) -> "CachedKeys":
+        """Tensors of all tokens, as one part."""
+        return cls((Part(0, streams[0].shape[2], streams),))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return concatenated(self.parts).streams[index]
+
+    @property
+    def count(self) -> int:
+        """The number of keys of the call, on all ranks."""
+        keys: int = self.parts[-1].kv_stop if self.attending is None else self.attending.length
+        return keys
+
+    def rebuilt(self, at: Visible, make: Make) -> Keys:
+        """Keys and values that `make` computes from parts: of pages, one piece after another, and
+        of visible keys alone."""
+        if self.attending is not None:
+            return Keys.of(make(self.parts))
+        return Keys.made(self.parts, make, at.mask, at.span)
+
+
+def appended(cache: Any, module: Any, *streams: Tensor, pieces: tuple[int, ...] = ()) -> CachedKeys:
+    """The streams of a module in a cache, with these of new tokens appended.
+
+    The cache is one of transformers or of `regard.hf.cache`, or None. Slots count from the first
+    key that is still held: so do the masks of transformers number a window's keys.
+
+    Args:
+        cache: of all layers.
+        module: whose layer of the cache it is.
+        streams: of the new tokens.
+        pieces: widths of the parts of one stream that quantised caches store with scales of their
+            own.
+
+    Raises:
+        ValueError: if tensor parallelism has split the heads of the module over the ranks of a
+            cache that attends by itself.
+    """
+    if cache is None:
+        return CachedKeys.of(*streams)
+    if not hasattr(cache, "append"):
+        return CachedKeys.of(*cache.update(*streams, module.layer_idx))
+    own = cache.layers[module.layer_idx].cache
+    attending = own if isinstance(own, Attending) else None
+    if attending is not None:
+        attending.check_layer(module)
+    if pieces and isinstance(own, Stored):
+        own.pieces = pieces
+    parts: tuple[Part, ...] = cache.append(module.layer_idx, *streams)
+    first = parts[0].kv_start
+    if first:
+        parts = tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
+    return CachedKeys(parts, attending)
+
+
+class Attended(NamedTuple):
+    """The heads' outputs `[B, H, L, Dv]`, the weights if the caller wants them, and the call."""
+
+    heads: Tensor
+    weights: Tensor | None
+    call: Prepared
+
+
+def attended(
     q: Tensor,
     keys: Keys,
     at: Visible,
+    given: Mapping[str, Any],
     *,
-    bias: Tensor | None = None,
     attending: Any = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
-) -> Prepared:
-    """The description of a call, and the backend chosen for it.
+) -> Attended:
+    """Attention of queries to keys, described and then run by the backend chosen for it.
 
     Args:
         q: queries.
         keys: keys and values.
-        at: which keys are visible, and what the mask adds to the scores.
-        bias: what is added to the scores besides.
-        attending: the cache, if it attends itself.
+        at: which keys are visible, and the values that the mask adds to the scores.
+        given: the arguments of the module's call, which may ask for weights.
+        attending: the cache, if it attends by itself.
+        bias: added to the scores besides.
+        sinks: logits of each head that take part in the softmax.
         options: further options of `prepare`.
+
+    Raises:
+        ValueError: if weights are wanted and the cache attends by itself, without all keys here.
     """
     k, v = keys.outlines
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
+    options |= {"sinks": sinks} if attending is None else {"sinks": None, "partial": True}
+    call = prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
+    wanted = weights_wanted(given)
     if attending is not None:
-        options |= {"sinks": None, "partial": True}
-    return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
-
-
-def keys_made_of(parts: tuple[Part, ...], at: Visible, make: Make, attending: Any = None) -> Keys:
-    """Keys and values that are made of what a cache holds: of pages, one piece after another.
-
-    Args:
-        parts: what it holds.
-        at: which keys are visible: others are not made.
-        make: keys and values of some parts.
-        attending: the cache, if it attends itself.
-    """
-    if attending is not None:
-        return Keys.of(make(parts))
-    return Keys.made(parts, make, at.mask, at.span)
-
-
-def attended(
-    call: Prepared,
-    q: Tensor,
-    keys: Keys,
-    given: Mapping[str, Any],
-    *,
-    attending: Any = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them.
-
-    Raises:
-        ValueError: if it wants them, and the cache attends itself, as it has not all keys.
-    """
-    if attending is not None:
-        if weights_wanted(given):
+        if wanted:
             raise ValueError(
                 f"attention weights are not returned with {type(attending).__name__}, which does "
                 "not have all keys here; leave output_attentions out"
             )
-        return attending.attend(call, q, keys.parts, sinks), None
-    if not weights_wanted(given):
-        return call.run(q, keys.parts), None
+        return Attended(attending.attend(call, q, keys.parts, sinks), None, call)
+    if not wanted:
+        return Attended(call.run(q, keys.parts), None, call)
     parts = tuple(keys.parts)
-    return call.run(q, parts), weights_of(call, q, parts)
+    return Attended(call.run(q, parts), weights_of(call, q, parts), call)
 
 
 def weights_wanted(given: Mapping[str, Any]) -> bool:
@@ -192,46 +251,6 @@ def weights_wanted(given: Mapping[str, Any]) -> bool:
         return True
     collected = _active_collector.get()
     return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
-
-
-def one_part(*streams: Tensor) -> tuple[Part, ...]:
-    """Streams of all keys, as the one part of a cache."""
-    return (Part(0, streams[0].shape[2], streams),)
-
-
-def appended(cache: Any, layer: int, *streams: Tensor) -> tuple[Part, ...]:
-    """All parts of a cache of transformers, or of `regard.hf.cache`, with these streams appended.
-
-    They are numbered from the first key that is still held: so do the masks of transformers number
-    a window's keys.
-    """
-    if not hasattr(cache, "append"):
-        return one_part(*cache.update(*streams, layer))
-    parts: tuple[Part, ...] = cache.append(layer, *streams)
-    first = parts[0].kv_start
-    if first == 0:
-        return parts
-    return tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
-
-
-def attending_cache(cache: Any, module: Any) -> Any:
-    """The cache of a module in one of `regard.hf.cache` if it attends itself, as each rank stores a
-    share of its tokens; else None.
-
-    Raises:
-        ValueError: if tensor parallelism has split the heads of the module over the same ranks.
-    """
-    held: Any = cache.layers[module.layer_idx].cache if hasattr(cache, "append") else None
-    if not isinstance(held, Attending):
-        return None
-    held.check_layer(module)
-    return held
-
-
-def number_of_keys(parts: tuple[Part, ...], attending: Any) -> int:
-    """All keys of a call, wherever they are."""
-    keys: int = parts[-1].kv_stop if attending is None else attending.length
-    return keys
 
 
 def of_one_dtype(*heads: Tensor) -> tuple[Tensor, ...]:

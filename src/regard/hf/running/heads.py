@@ -9,35 +9,31 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.cache import Part
 from regard.heads import merge_heads
 from regard.hf.families.table import Family
 from regard.hf.running.calls import (
+    CachedKeys,
     appended,
     arrive,
     attended,
-    attending_cache,
-    described,
-    number_of_keys,
     of_one_dtype,
-    one_part,
     options_of,
     scaler_of,
     visible_in,
 )
-from regard.hf.running.shared_keys import leave, take
 from regard.hf.running.steps import Projected, record_step, repeated_step
 from regard.layers.attending import Keys
+from regard.layers.forms.tied_kv import TiedKeys
+
+SHARED = "shared_kv_states"  # the dictionary that a model passes to each of its layers
 
 
 class Heads(NamedTuple):
-    """Queries, and all keys and values they may attend to; `past` is the number of cached keys, and
-    `attending` the cache if it attends itself."""
+    """Queries, and all keys and values they may attend to; `past` is the number of cached keys."""
 
     q: Tensor
-    parts: tuple[Part, ...]
+    stored: CachedKeys
     past: Any = 0
-    attending: Any = None
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -51,25 +47,41 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     across = bool(family.context) and given.get(family.context) is not None
     taken, left = family.sharing(self)
     if across:
-        q, parts, past, attending = _across(family, self, hidden_states, given)
+        q, stored, past = _across(family, self, hidden_states, given)
     elif taken:
-        q, parts, past, attending = _taken(family, self, hidden_states, given, taken)
+        q, stored, past = _taken(family, self, hidden_states, given, taken)
     else:
         projected = projected or _projected(family, self, hidden_states, given)
-        q, parts, past, attending = _along(family, self, projected, given)
+        q, stored, past = _along(family, self, projected, given)
     if left:
-        leave(given, left, parts, attending)
-    queries, count = q.shape[2], number_of_keys(parts, attending)
-    at = visible_in(family, self, given, queries, count, across=across)
-    bias = family.bias(self, given, queries, count, past)
-    options = options_of(family, self)
-    keys = Keys.of(parts)
-    call = described(q, keys, at, bias=bias, attending=attending, **options)
-    sinks = options["sinks"]
-    heads, weights = attended(call, q, keys, given, attending=attending, sinks=sinks)
+        given[SHARED][left] = stored
+    at = visible_in(family, self, given, q.shape[2], stored.count, across=across)
+    bias = family.bias(self, given, q.shape[2], stored.count, past)
+    options = options_of(family, self) | {"attending": stored.attending, "bias": bias}
+    heads, weights, call = attended(q, Keys.of(stored.parts), at, given, **options)
     record_step(family, self, hidden_states, given, call)
     out = output_of(family, self, hidden_states, heads)
     return (out, bias, weights) if family.returns_bias else (out, weights)
+
+
+def forward_tied(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
+    """The same of a module whose keys are its values, scaled and partly rotated (Gemma 4).
+
+    regard's caches hold one stream for each key head: the values and the rotated channels of the
+    keys. Without a cache, and with transformers' own, keys and values are two.
+    """
+    family, given = arrive(self, args, given)
+    cache = given.get(family.cache)
+    if not hasattr(cache, "append"):
+        return forward(self, hidden_states, **given)
+    tied = TiedKeys(self.k_norm.weight, family.tied(self))
+    q, k, v = _rotated(family, self, family.project.both(self, hidden_states), given)
+    stored = appended(cache, self, tied.join(v, k), pieces=tied.pieces)
+    at = visible_in(family, self, given, q.shape[2], stored.count)
+    q, keys = tied.read(q, stored.parts, lambda parts: stored.rebuilt(at, tied.rebuild))
+    options = options_of(family, self) | {"attending": stored.attending}
+    heads, weights, _ = attended(q, keys, at, given, **options)
+    return output_of(family, self, hidden_states, heads), weights
 
 
 def _projected(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Projected:
@@ -83,30 +95,37 @@ def output_of(family: Family, module: Any, x: Tensor, heads: Tensor) -> Tensor:
     return family.output(module, merge_heads(family.gate(module, x, heads)))
 
 
-def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, Any]) -> Heads:
-    """Self-attention: queries and keys are rotated, then keys and values appended to the cache."""
+def _rotated(
+    family: Family, module: Any, heads: Projected, given: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """Queries and keys rotated by the model's angles; values."""
     q, k, v = heads
     angles = given.get("position_embeddings")
-    q, k = family.rotate(module, q, angles), family.rotate(module, k, angles)
-    q, k, v = of_one_dtype(q, k, v)
-    cache = given.get(family.cache)
-    if cache is None:
-        return Heads(q, one_part(k, v))
+    return of_one_dtype(family.rotate(module, q, angles), family.rotate(module, k, angles), v)
+
+
+def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, Any]) -> Heads:
+    """Self-attention: queries and keys are rotated, then keys and values appended to the cache."""
+    q, k, v = _rotated(family, module, heads, given)
+    cache: Any = given.get(family.cache)
     cache = getattr(cache, "self_attention_cache", cache)
-    past = cache.get_seq_length(module.layer_idx) if family.returns_bias else 0
+    past = 0
+    if family.returns_bias and cache is not None:
+        past = cache.get_seq_length(module.layer_idx)
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
-    parts = appended(cache, module.layer_idx, k, v)
-    return Heads(q, parts, past, attending_cache(cache, module))
+    return Heads(q, appended(cache, module, k, v), past)
 
 
 def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], name: str) -> Heads:
-    """Attention to the keys of another layer, after that layer's norms and rotation."""
+    """Attention to the keys of another layer, after that layer's norms and rotation. Tensors that
+    the model moved to another device, or that its caller gave, are one part."""
     assert family.project.queries is not None
     q = scaler_of(family, module, x, given)(family.project.queries(module, x))
     q = family.rotate(module, q, given.get("position_embeddings"))
-    shared = take(given, name)
-    q, _ = of_one_dtype(q, shared.parts[0].outlines[0])
-    return Heads(q, shared.parts, 0, shared.attending)
+    left = given[SHARED][name]
+    stored = left if isinstance(left, CachedKeys) else CachedKeys.of(*left)
+    q, _ = of_one_dtype(q, stored.parts[0].outlines[0])
+    return Heads(q, stored)
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:
@@ -117,7 +136,7 @@ def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
     context, cache, layer = given[family.context], given.get(family.cache), module.layer_idx
     q = queries(module, x)
     if cache is None:
-        return Heads(q, one_part(*memory(module, context)))
+        return Heads(q, CachedKeys.of(*memory(module, context)))
     if not hasattr(cache, "cross_attention_cache"):
         raise ValueError(
             "cross-attention stores its keys in an EncoderDecoderCache, "
@@ -125,7 +144,7 @@ def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
         )
     cached = cache.cross_attention_cache
     if cache.is_updated.get(layer):
-        return Heads(q, one_part(cached.layers[layer].keys, cached.layers[layer].values))
-    parts = appended(cached, layer, *memory(module, context))
+        return Heads(q, CachedKeys.of(cached.layers[layer].keys, cached.layers[layer].values))
+    stored = appended(cached, module, *memory(module, context))
     cache.is_updated[layer] = True
-    return Heads(q, parts)
+    return Heads(q, stored)

@@ -19,10 +19,9 @@ from regard.hf.families.finding import Found, calls_the_interface, find, unknown
 from regard.hf.families.recognising import family_of, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
-from regard.hf.running import heads, latent, methods, tied
+from regard.hf.running import heads, latent, registering
 from regard.hf.running.binding import bind, replace, restore
 from regard.hf.running.probing import disagreement
-from regard.hf.running.registering import register
 from regard.layers.forms.tied_kv import TiedKeys
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.layers.query_scale import UNSCALED
@@ -169,7 +168,11 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
         _call_regard(module)
     why = {name: _difference_of(type(each)) for name, each in others.items()}
     called = {name: reason for name, reason in why.items() if calling[name]}
-    left = {name: _no_row(others[name]) for name in why if name not in called}
+    left = {
+        name: f"{type(others[name]).__name__} has no row in regard.hf.families"
+        for name in why
+        if name not in called
+    }
     return Installation(type(model).__name__, layers, left, called)
 
 
@@ -181,7 +184,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The forward that is bound to a module of a known family."""
     known = family_of(module)
     if known and known.tied(module) is not None:
-        return tied.forward
+        return heads.forward_tied
     return latent.forward if known and known.latent else heads.forward
 
 
@@ -195,19 +198,19 @@ def _agrees(module: nn.Module) -> bool:
 
 
 def _can_call(module: nn.Module) -> bool:
-    return calls_the_interface(module) or methods.can_attend(module)
+    return calls_the_interface(module) or registering.can_attend(module)
 
 
 def _call_regard(module: Any) -> None:
     """Let this module alone find regard where its config names the attention function, the config
     of the model stays; or in the place of its method."""
     if not calls_the_interface(module):
-        return replace(module, methods.NAME, MethodType(methods.attend, module))
+        return replace(module, registering.METHOD, MethodType(registering.attend, module))
     if vars(module).get("_before_regard", {}).get("config") is not None:
         return
     config = copy(module.config)
     vars(config)["_masks_before_regard"] = module.config._attn_implementation
-    vars(config)["_attn_implementation_internal"] = register()
+    vars(config)["_attn_implementation_internal"] = registering.register()
     replace(module, "config", config)
 
 
@@ -229,10 +232,6 @@ def uninstall(model: nn.Module) -> None:
     """
     for module in model.modules():
         restore(module)
-
-
-def _no_row(module: nn.Module) -> str:
-    return f"{type(module).__name__} has no row in regard.hf.families"
 
 
 def is_readable(module: Any) -> bool:

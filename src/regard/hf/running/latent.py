@@ -10,19 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.cache import Part
-from regard.cache.stored import Stored
 from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
 from regard.hf.running.calls import (
+    CachedKeys,
     appended,
     arrive,
     attended,
-    attending_cache,
-    described,
-    keys_made_of,
-    number_of_keys,
-    one_part,
     options_of,
     scaler_of,
     visible_in,
@@ -51,46 +45,29 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         joined = self.head_split.shared(torch.cat([latent, k_rope], dim=-1))
         latent, k_rope = joined.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
     cache: Any = given.get(family.cache)
-    parts = _stored(cache, self.layer_idx, latent, k_rope)
-    attending = attending_cache(cache, self)
-    keys = number_of_keys(parts, attending)
-    at = visible_in(family, self, given, q_rope.shape[2], keys)
+    streams: tuple[Tensor, ...] = latent, k_rope  # transformers' caches hold them in two slots
+    if hasattr(cache, "append"):
+        streams = (torch.cat(streams, dim=-1),)
+    stored = appended(cache, self, *streams, pieces=(latent.shape[-1], k_rope.shape[-1]))
+    at = visible_in(family, self, given, q_rope.shape[2], stored.count)
     form, options = choose_form(self, at.span), options_of(family, self)
-    q, made, bias = _read(form, q_nope, q_rope, parts, at, options["scale"], attending)
-    call = described(q, made, at, bias=bias, attending=attending, **options)
-    heads, weights = attended(call, q, made, given, attending=attending, sinks=options["sinks"])
+    q, keys, bias = _read(form, q_nope, q_rope, stored, at, options["scale"])
+    options |= {"attending": stored.attending, "bias": bias}
+    heads, weights, _ = attended(q, keys, at, given, **options)
     heads = family.gate(self, hidden_states, form.output(heads))
     return family.output(self, merge_heads(heads)), weights
 
 
-def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part, ...]:
-    """All latents and rotary keys, with the new ones: joined in regard's caches, else apart."""
-    if hasattr(cache, "append"):
-        held = cache.layers[layer].cache
-        if isinstance(held, Stored):
-            held.pieces = latent.shape[-1], k_rope.shape[-1]
-        return appended(cache, layer, torch.cat([latent, k_rope], dim=-1))
-    if cache is not None:
-        return appended(cache, layer, latent, k_rope)
-    return one_part(latent, k_rope)
-
-
 def _read(
-    form: Form,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    parts: tuple[Part, ...],
-    at: Visible,
-    scale: float,
-    attending: Any,
+    form: Form, q_nope: Tensor, q_rope: Tensor, stored: CachedKeys, at: Visible, scale: float
 ) -> Read:
     if isinstance(form, Expanded):
-        return Read(form.queries(q_nope, q_rope), keys_made_of(parts, at, form.rebuild, attending))
-    rank = form.layer.kv_lora_rank
+        return Read(form.queries(q_nope, q_rope), stored.rebuilt(at, form.rebuild))
+    rank, parts = form.layer.kv_lora_rank, stored.parts
     if len(parts[0].streams) == 1:
         return Read(form.queries(q_nope, q_rope), Keys.of(parts, rank))
     latent, k_rope = parts[0].streams
     wide = form.queries(q_nope, q_rope[..., :0])
     dtype = accumulating_dtype(q_rope.dtype)
     bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
-    return Read(wide, Keys.of(one_part(latent), rank), bias)
+    return Read(wide, Keys.of(CachedKeys.of(latent).parts, rank), bias)

@@ -11,17 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache import Part
 from regard.heads import merge_heads
 from regard.hf.running.calls import (
+    CachedKeys,
     appended,
     arrive,
     attended,
-    attending_cache,
-    described,
-    keys_made_of,
-    number_of_keys,
-    one_part,
     options_of,
     positions_of_queries,
     visible_in,
@@ -39,27 +34,25 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     positions = positions.to(torch.int32)
     q = family.rotate(self, self.queries(hidden_states), positions)
     latent = self.kv_a_proj(hidden_states)
-    parts = _stored(cache, self.layer_idx, latent, positions)
-    attending = attending_cache(cache, self)
-    keys = number_of_keys(parts, attending)
-    at = visible_in(family, self, given, q.shape[2], keys)
-    made, options = keys_made_of(parts, at, self.rebuild, attending), options_of(family, self)
-    call = described(q, made, at, attending=attending, **options)
-    heads, weights = attended(call, q, made, given, attending=attending, sinks=options["sinks"])
+    stored = _stored(cache, self, latent, positions)
+    at = visible_in(family, self, given, q.shape[2], stored.count)
+    keys, options = stored.rebuilt(at, self.rebuild), options_of(family, self)
+    options |= {"attending": stored.attending}
+    heads, weights, _ = attended(q, keys, at, given, **options)
     return family.output(self, merge_heads(heads)), weights
 
 
 def _stored(
-    cache: Any, layer: int, latent: Float[Tensor, "B L R"], positions: Int[Tensor, "*B L"]
-) -> tuple[Part, ...]:
+    cache: Any, module: Any, latent: Float[Tensor, "B L R"], positions: Int[Tensor, "*B L"]
+) -> CachedKeys:
     """All latents and their positions, with those of these tokens."""
-    latent = latent.unsqueeze(1)
+    latent, rows = latent.unsqueeze(1), latent.shape[0]
     if hasattr(cache, "append"):
-        return appended(cache, layer, latent, as_stream(positions, latent.shape[0]))
+        return appended(cache, module, latent, as_stream(positions, rows))
     if cache is not None:
-        positions = _positions_of_keys(positions, cache, layer)
-        latent, _ = cache.update(latent, latent[..., :0], layer)
-    return one_part(latent, as_stream(positions, latent.shape[0]))
+        positions = _positions_of_keys(positions, cache, module.layer_idx)
+        latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)
+    return CachedKeys.of(latent, as_stream(positions, rows))
 
 
 def _positions_of_keys(

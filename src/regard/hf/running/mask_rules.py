@@ -99,6 +99,7 @@ class Ahead(Mask):
 
 
 def mask_of(
+    make: Callable[..., Tensor | None] | None = None,
     *,
     batch_size: int,
     q_length: int,
@@ -112,11 +113,13 @@ def mask_of(
 ) -> Tensor | None:
     """The mask of a call, for transformers' `AttentionMaskInterface`.
 
-    It is a `RuleMask` where the function of indices is known. It is the mask of `sdpa_mask` where
-    the function is not, while a call is compiled or traced, and with static caches, whose steps
-    are compiled.
+    It is a `RuleMask` where the function of indices is known. It is the mask of cells where the
+    function is not, while a call is compiled or traced, and with static caches, whose steps are
+    compiled.
 
     Args:
+        make: makes the mask of cells, numbers of `dtype=` to be added to scores; by default
+            transformers' `sdpa_mask`, which makes booleans.
         batch_size: rows.
         q_length: queries of a row.
         kv_length: keys of a row.
@@ -125,13 +128,13 @@ def mask_of(
         mask_function: function of `(b, h, q_idx, kv_idx)`, by default the causal one.
         attention_mask: `[B, S]` booleans, True for tokens that are not padding.
         device: device of the mask.
-        **given: further arguments of `sdpa_mask`.
+        **given: further arguments of `make`.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = mask_function or causal_mask_function
     cells = partial(
-        sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+        make or sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
         q_offset=q_offset, kv_offset=kv_offset, mask_function=function,
         attention_mask=attention_mask, device=device, **given,
     )  # fmt: skip
@@ -151,7 +154,8 @@ def mask_of(
     if optional and rule.within(span) is EVERYTHING:
         return None
     always = given | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return RuleMask(rule, span, batch_size, partial(cells, **always), device)
+    dtype = torch.bool if make is None else given.get("dtype", torch.float32)
+    return RuleMask(rule, span, batch_size, partial(cells, **always), device, dtype)
 
 
 class Held(NamedTuple):

@@ -101,7 +101,8 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).repeat(ROWS, 1, 1, 1)
     hidden[0, ..., :2] = True  # padding
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
-    padded = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(one.dtype).min).to(one)
+    padded = one.new_zeros(hidden.shape)
+    padded.masked_fill_(hidden.to(one.device), torch.finfo(one.dtype).min)
     angles = partial(_angles, family, module, like=one)
 
     places = torch.arange(TOKENS, device=one.device).unsqueeze(0)

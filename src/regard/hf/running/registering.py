@@ -1,7 +1,6 @@
 """register: regard among transformers' attention functions, for every model that calls those."""
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,21 +8,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.hf.packages import check_version, require
-from regard.hf.running.calls import (
-    attended,
-    described,
-    of_one_dtype,
-    one_part,
-    precision_of,
-    refuse,
-)
-from regard.hf.running.mask_rules import RuleMask, mask_of
+from regard.hf.running.calls import CachedKeys, attended, of_one_dtype, precision_of, refuse
+from regard.hf.running.mask_rules import mask_of
 from regard.hf.running.masks import in_documents, visible
+from regard.hf.running.probing import undisturbed
 from regard.layers.attending import Keys
 
 NAME = "regard"
 # transformers' paged cache, whose blocks of keys are not supported; sinks of each query (Inkling)
 UNREADABLE = ("cache", "sinks")
+METHOD = "_attn"
+DIVISORS = ("scale_attn", "norm_factor")  # attributes by which modules divide their scores
 
 
 def register() -> str:
@@ -65,9 +60,9 @@ def mask(*, config: Any = None, **given: Any) -> Tensor | None:
     from transformers.masking_utils import eager_mask
 
     name = type(config).__module__.replace(".configuration_", ".modeling_")
-    made, file = mask_of(config=config, **given), sys.modules.get(name)
+    file = sys.modules.get(name)
     if file is None:
-        return made
+        return mask_of(config=config, **given)
     if not hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
         raise ValueError(
             f"models of {type(config).__name__} compute their attention themselves and do not "
@@ -76,12 +71,9 @@ def mask(*, config: Any = None, **given: Any) -> Tensor | None:
         )
     own = [each for each in vars(file).values() if getattr(each, "__module__", "") == name]
     if all(getattr(each, "_supports_sdpa", True) for each in own):
-        return made
-    added = partial(eager_mask, config=config, **given)
-    if not isinstance(made, RuleMask):
-        return added()
-    dtype = given.get("dtype", torch.float32)
-    return RuleMask(made.rule, made.span, made.shape[0], added, made.device, dtype)
+        return mask_of(config=config, **given)
+    given |= {"allow_is_causal_skip": False}
+    return mask_of(eager_mask, config=config, **given)
 
 
 def attention(
@@ -114,14 +106,46 @@ def attention(
     at = in_documents(module, at, given)
     if position_bias is not None:  # a static cache has more slots than the span has keys
         position_bias = position_bias[..., : at.span.num_keys]
-    keys = Keys.of(one_part(key, value))
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout": dropout,
-        "precision": precision_of(module),
-    }
-    call = described(query, keys, at, bias=position_bias, **options)
-    out, weights = attended(call, query, keys, given)
+    keys, precision = Keys.of(CachedKeys.of(key, value).parts), precision_of(module)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    options |= {"dropout": dropout, "precision": precision, "bias": position_bias}
+    out, weights, _ = attended(query, keys, at, given, **options)
     return out.transpose(1, 2).contiguous(), weights
+
+
+# ---- modules that hand their heads to a method `_attn(query, key, value, mask)` ----
+
+
+def can_attend(module: Any) -> bool:
+    """Whether a module has a method `_attn` and `attend` computes the same.
+
+    GPT-J, CodeGen and the Japanese GPT-NeoX have one: their own forward projects, rotates and
+    caches. GPT-Neo's method differs: it hides keys itself. Tried on random heads, one of two rows
+    padded.
+    """
+    own = getattr(type(module), METHOD, None)
+    if own is None or not any(hasattr(module, each) for each in DIVISORS):
+        return False
+    made = torch.Generator("cpu").manual_seed(0)
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    q, k, v = (torch.randn(2, 2, tokens, 4, generator=made, **plain) for tokens in (3, 5, 5))
+    mask = torch.zeros(2, 1, 3, 5, **plain)
+    mask[0, ..., :2] = torch.finfo(mask.dtype).min
+    heads = [each.to(next(module.parameters()).device) for each in (q, k, v, mask)]
+    with undisturbed(module):
+        try:
+            return torch.allclose(own(module, *heads)[0], attend(module, *heads)[0], atol=1e-4)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """The method by `regard.attend`: the heads' outputs, and weights if the caller wants them."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    divisor = next(getattr(module, each) for each in DIVISORS if hasattr(module, each))
+    rate = next(each.p for each in module.children() if isinstance(each, nn.Dropout))
+    options = {"dropout": rate if module.training else 0.0, "scaling": 1 / float(divisor)}
+    out, weights = attention(module, query, key, value, attention_mask, **options)
+    return out.transpose(1, 2), weights

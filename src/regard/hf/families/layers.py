@@ -153,19 +153,6 @@ def _yarn(rope: Mapping[str, Any], config: Any) -> Scaling:
     return Yarn(rope["factor"], original_max_position=before, **options)
 
 
-def _llama3(rope: Mapping[str, Any], config: Any) -> Scaling:
-    return Llama3(
-        rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position=rope["original_max_position_embeddings"],
-    )
-
-
-def _dynamic(rope: Mapping[str, Any], config: Any) -> Scaling:
-    return NTK(rope["factor"], original_max_position=config.max_position_embeddings)
-
-
 def _longrope(rope: Mapping[str, Any], config: Any) -> Scaling:
     before = rope["original_max_position_embeddings"]
     return LongRope(
@@ -180,8 +167,15 @@ def _longrope(rope: Mapping[str, Any], config: Any) -> Scaling:
 SCALINGS: dict[str, Callable[[Mapping[str, Any], Any], Scaling | None]] = {
     "default": lambda rope, config: None,
     "linear": lambda rope, config: LinearScaling(rope["factor"]),
-    "llama3": _llama3,
-    "dynamic": _dynamic,
+    "llama3": lambda rope, config: Llama3(
+        rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position=rope["original_max_position_embeddings"],
+    ),
+    "dynamic": lambda rope, config: NTK(
+        rope["factor"], original_max_position=config.max_position_embeddings
+    ),
     "yarn": _yarn,
     "longrope": _longrope,
 }

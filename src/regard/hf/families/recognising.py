@@ -13,16 +13,6 @@ from torch import nn
 from regard.hf.families.sources import first_difference, text_of
 from regard.hf.families.table import FAMILIES, Family, is_placed
 
-__all__ = [
-    "Family",
-    "exclude",
-    "family_of",
-    "is_named_attention",
-    "is_placed",
-    "nearest",
-    "recognised",
-]
-
 _REFUSED: dict[type, str] = {}  # classes of known source whose outputs differ, and how
 
 

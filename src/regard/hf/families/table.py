@@ -1,20 +1,14 @@
 """A family of models as a row of data: what its attention is called, and what it computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.heads import split_heads
 from regard.hf.families import rotating
-from regard.hf.families.newer_forms import (
-    gated_by,
-    llama4_scale,
-    ministral_scale,
-    proportional_runs,
-    shared_by_type,
-)
 from regard.hf.families.projecting import (
     Projection,
     blocks,
@@ -24,7 +18,7 @@ from regard.hf.families.projecting import (
     separate,
     with_normed_values,
 )
-from regard.layers.query_scale import UNSCALED, QueryScale
+from regard.layers.query_scale import UNSCALED, PositionScale, QueryScale
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 
 Reads = Callable[[Any], Any]  # one fact about an attention module
@@ -80,16 +74,39 @@ def _t5_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Ten
     return module.compute_bias(queries, keys, device=device, past_seen_tokens=past)
 
 
-def _no_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Tensor | None:
-    return None
+def _shared_by_type(module: Any) -> tuple[str, str]:
+    """Gemma 3n and 4: the last layers read those of the last layer before them of their type."""
+    name: str = module.layer_type
+    return name * module.is_kv_shared_layer, name * module.store_full_length_kv
 
 
-def _unscaled(module: Any) -> QueryScale:
-    return UNSCALED
+def _proportional_runs(module: Any) -> tuple[tuple[int, int], ...] | None:
+    """Gemma 4, where one projection makes keys and values that no other layer reads, and where only
+    the first channels of each half are rotated."""
+    if not module.use_alternative_attention or any(_shared_by_type(module)):
+        return None
+    rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
+    rotated = int(rope.get("partial_rotary_factor", 1.0) * half)
+    if rope["rope_type"] != "proportional" or rotated == half:
+        return None
+    return ((0, rotated), (half, half + rotated))
 
 
-def _not_shared(module: Any) -> tuple[str, str]:
-    return "", ""
+def _gate_of_bailing(module: Any, x: Tensor, out: Tensor) -> Tensor:
+    """The sigmoid of a child's output: one factor for each head or each channel."""
+    factor = module.g_proj(x).float().sigmoid()
+    return out * split_heads(factor, factor.shape[-1] // out.shape[1]).to(out.dtype)
+
+
+def _ministral_scale(module: Any) -> QueryScale:
+    rope = module.config.rope_parameters
+    return PositionScale(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+
+
+def _llama4_scale(module: Any) -> QueryScale:
+    if module.use_rope or not module.attn_temperature_tuning:
+        return UNSCALED
+    return PositionScale(module.attn_scale, module.floor_scale, offset=1)
 
 
 def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
@@ -153,10 +170,10 @@ class Family:
     sinks: Reads = absent
     scale: Reads = _SCALING
     dropout: Reads = _DROPOUT
-    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
-    query_scale: Callable[[Any], QueryScale] = _unscaled
+    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = lambda *call: None
+    query_scale: Callable[[Any], QueryScale] = lambda module: UNSCALED
     counts_positions: bool = False
-    sharing: Callable[[Any], tuple[str, str]] = _not_shared
+    sharing: Callable[[Any], tuple[str, str]] = lambda module: ("", "")
     tied: Reads = absent
     gate: Callable[[Any, Tensor, Tensor], Tensor] = _no_gate
     mask: str = "attention_mask"
@@ -193,24 +210,24 @@ class Family:
 
     def sizes(self, module: Any) -> tuple[int, int, int]:
         """Query heads, key heads and the size of a head."""
-        heads = next(
-            getattr(holder, name)
-            for holder, name in (
-                (module, "num_heads"),
-                (module, "n_heads"),
-                (module, "num_attention_heads"),
-                (getattr(module, "config", None), "num_attention_heads"),
-            )
-            if getattr(holder, name, None) is not None
-        )
-        groups = getattr(module, "num_key_value_groups", 1)
-        kv_heads = getattr(module, "num_kv_heads", heads // groups)
-        return heads, kv_heads, self._head_dim(module)
+        heads = _first_of(module, "num_heads", "n_heads", "num_attention_heads")
+        if heads is None:
+            heads = module.config.num_attention_heads
+        kv_heads = heads // getattr(module, "num_key_value_groups", 1)
+        widths = "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
+        return heads, getattr(module, "num_kv_heads", kv_heads), _first_of(module, *widths)
 
-    def _head_dim(self, module: Any) -> int:
-        names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim")
-        found = (getattr(module, name, None) for name in (*names, "head_size"))
-        return next(size for size in found if size is not None)
+
+def _first_of(module: Any, *names: str) -> Any:
+    """The first of these attributes that a module has and that is not None."""
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _alike(family: Family, **folders: str) -> Iterator[Family]:
+    """The family of classes that compute the same, by their names and folders."""
+    for attention, folder in folders.items():
+        yield replace(family, attention=attention, folder=folder)
 
 
 _BERT = Family(
@@ -229,17 +246,6 @@ _MEGATRON = replace(  # and its fellows: both kinds in one class, which computes
     scale=lambda module: module.attention_head_size**-0.5,
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
-_DEEPSEEK_V3 = Family(
-    "DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True
-)
-_GEMMA4 = Family(
-    "Gemma4TextAttention",
-    "gemma4",
-    project=with_normed_values(),
-    window=_SOME_LAYERS,
-    sharing=shared_by_type,
-    tied=proportional_runs,
-)
 _BART = Family(
     "BartAttention",
     "bart",
@@ -248,7 +254,17 @@ _BART = Family(
     dropout=_ANY_DROPOUT,
     context="key_value_states",
 )
-
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True
+)
+_GEMMA4 = Family(
+    "Gemma4TextAttention",
+    "gemma4",
+    project=with_normed_values(),
+    window=_SOME_LAYERS,
+    sharing=_shared_by_type,
+    tied=_proportional_runs,
+)
 FAMILIES = {
     family.attention: family
     for family in (
@@ -264,7 +280,7 @@ FAMILIES = {
         ),
         Family("Gemma3Attention", "gemma3", project=separate(norm="head"), window=_SOME_LAYERS),
         _GEMMA4,
-        replace(_GEMMA4, attention="Gemma4UnifiedTextAttention", folder="gemma4_unified"),
+        *_alike(_GEMMA4, Gemma4UnifiedTextAttention="gemma4_unified"),
         replace(_GEMMA4, attention="Gemma3nTextAttention", folder="gemma3n", tied=absent),
         Family(
             "SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS
@@ -308,16 +324,14 @@ FAMILIES = {
         ),
         _BERT,
         _BERT_CROSS,
-        replace(_BERT, attention="RobertaSelfAttention", folder=""),
-        replace(_BERT_CROSS, attention="RobertaCrossAttention", folder=""),
+        *_alike(_BERT, RobertaSelfAttention=""),
+        *_alike(_BERT_CROSS, RobertaCrossAttention=""),
         Family("ViTAttention", "vit", rotate=rotating.not_rotated),
         _BART,
-        replace(_BART, attention="WhisperAttention", folder="whisper"),
-        replace(_BART, attention="XGLMAttention", folder="xglm"),
-        replace(_BART, attention="TrOCRAttention", folder="trocr"),
-        replace(_BART, attention="MvpAttention", folder="mvp"),
+        *_alike(_BART, WhisperAttention="whisper", XGLMAttention="xglm"),
+        *_alike(_BART, TrOCRAttention="trocr", MvpAttention="mvp"),
         _MEGATRON,
-        replace(_MEGATRON, attention="RemBertSelfAttention", folder="rembert"),
+        *_alike(_MEGATRON, RemBertSelfAttention="rembert"),
         Family(
             "T5Attention",
             "t5",
@@ -333,33 +347,28 @@ FAMILIES = {
         ),
         Family("DeepseekV2Attention", "deepseek_v2", rotate=rotating.complex_pairs, latent=True),
         _DEEPSEEK_V3,
-        replace(_DEEPSEEK_V3, attention="AXK1Attention", folder="axk1"),
-        replace(
-            _DEEPSEEK_V3,
-            attention="Mistral4Attention",
-            folder="mistral4",
-            query_scale=ministral_scale,
-        ),
+        *_alike(_DEEPSEEK_V3, AXK1Attention="axk1"),
+        *_alike(replace(_DEEPSEEK_V3, query_scale=_ministral_scale), Mistral4Attention="mistral4"),
         Family("MiniCPM3Attention", "minicpm3", latent=True),
         Family("KimiLinearAttention", "kimi_linear", rotate=rotating.not_rotated, latent=True),
         Family(
             "BailingHybridAttention",
             "bailing_hybrid",
             rotate=rotating.pairs,
-            gate=gated_by("g_proj"),
+            gate=_gate_of_bailing,
             latent=True,
         ),
         Family(
             "Ministral3Attention",
             "ministral3",
             window=_EVERY_LAYER,
-            query_scale=ministral_scale,
+            query_scale=_ministral_scale,
         ),
         Family(
             "Llama4TextAttention",
             "llama4",
             rotate=rotating.complex_pairs_where_used,
-            query_scale=llama4_scale,
+            query_scale=_llama4_scale,
             counts_positions=True,
         ),
     )

@@ -332,8 +332,6 @@ def test_tokens_that_cannot_be_removed_are_refused():
         cache.crop(-2)
     with pytest.raises(ValueError, match="negative number, got 2"):
         cache.crop(2)
-    with pytest.raises(ValueError, match="offloads pages, not layers"):
-        cache.layers[0].offload()
 
 
 @pytest.mark.parametrize("kind", ["growing", "static", "quantized"])
@@ -353,7 +351,7 @@ def test_rows_of_different_lengths_are_refused_before_anything_is_stored(kind):
                 model(input_ids=token, attention_mask=mask, past_key_values=cache)
     assert all(layer.cache.length == 5 for layer in cache.layers)
     with pytest.raises(ValueError, match=r"crop takes one number for all rows, .* got \[-1, -2\]"):
-        cache.layers[0].crop(torch.tensor([-1, -2]))
+        cache.crop(torch.tensor([-1, -2]))
 
 
 def test_layers_that_use_the_keys_of_others_have_no_cache():
@@ -410,6 +408,13 @@ def test_models_without_such_a_cache_are_refused():
 )
 def test_short_names_in_any_case(name, expected):
     assert repr(regard.hf.cache(model_of("llama"), name).layers[0]) == expected
+
+
+def test_a_list_has_a_value_for_each_layer():
+    cache = regard.hf.cache(model_of("llama"), "quantized", bits=[8, 4, 8], group=8)
+    assert [each.bits for each in cache.caches] == [8, 4, 8]
+    with pytest.raises(ValueError, match="bits has 2 values for 3 layers; give one for each"):
+        regard.hf.cache(model_of("llama"), "quantized", bits=[8, 4])
 
 
 def test_a_short_name_has_its_option():

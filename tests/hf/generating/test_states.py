@@ -227,6 +227,12 @@ def test_each_layer_has_its_kind():
     assert all(isinstance(x, HybridLayer) for x in regard.hf.cache(hybrid("falcon-h1")).layers)
 
 
+def test_a_layer_with_keys_has_as_many_states_as_asked_for():
+    layer = HybridLayer(regard.KVCache, 3)
+    layer.reset()
+    assert layer.number_of_states == len(layer.conv_states) == 3
+
+
 def test_a_window_beside_states_is_a_window_of_codes():
     model = hybrid("olmo-hybrid")
     model.config.layer_types[1] = "sliding_attention"

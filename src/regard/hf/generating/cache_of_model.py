@@ -23,15 +23,14 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             with `bits=8 | 4` and `group=64`, or `format="K8V4"`; for short `"int8"`, `"int4"`,
             `"K8V8"`, `"K8V4"`, `"K6V4"` or `"K4V4"`; `"evicting"`, a budget of tokens for each key
             head, for a model with regard installed, with the arguments of `EvictingCache`
-            (`budget=0.5`), each of which may be a list with a value for each layer, and `bits=` or
-            `format=` for codes; `"paged"`, in pages of a pool; or a function
-            that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a model with
-            regard installed, or `lambda: QuantizedCache(8)` for codes of all tokens. Upper and
-            lower case are one, and so is "quantised".
-        **options: of that kind; none of a function. Those of `"paged"` are `pool=`, a `PagePool`,
-            or without it `format="plain"`, `page_size=64` and `tokens=`, the most of each layer for
-            a new one; and `name=""`, prefixes of other names being left alone, or `prefixes=False`
-            for none.
+            (`budget=0.5`) and `bits=` or `format=` for codes; `"paged"`, in pages of a pool; or a
+            function that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a
+            model with regard installed, or `lambda: QuantizedCache(8)` for codes of all tokens.
+            Upper and lower case are one, and so is "quantised".
+        **options: of that kind; none of a function. A list has a value for each layer, but for
+            `"paged"`: there they are `pool=`, a `PagePool`, or without it `format="plain"`,
+            `page_size=64` and `tokens=`, the most of each layer for a new one; and `name=""`,
+            prefixes of other names being left alone, or `prefixes=False` for none.
 
     A `"paged"` cache is for texts that begin alike. What a prompt has in common with earlier ones
     of its pool is not computed again, in whole pages: `generate` computes the rest. That is found
@@ -79,7 +78,7 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
         8
     """
     require("transformers")
-    from regard.hf.generating.caches import EVICTING, KINDS, PAGED, made
+    from regard.hf.generating.caches import KINDS, PAGED, made
     from regard.hf.generating.generation_cache import GenerationCache
     from regard.hf.generating.layer_kinds import layer_kinds, layers_of
     from regard.hf.generating.pool_of_model import paged
@@ -91,25 +90,17 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             f"kind is a name or a function that makes the cache of a layer, got {kind!r:.80}"
         )
     kinds = layer_kinds(model)
-    if not any(each.has_keys for each in kinds):
-        raise ValueError(
-            f"no layer of {type(model).__name__} caches keys; use transformers' own cache"
-        )
     if kind == PAGED:
         whole = partial(paged, model, kinds)
         return _paired(model, whole(**_checked(kind, whole, options)))
-    maker: Callable[..., Any]
-    maker = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
-    options = _checked(kind, maker, options)
-    make = maker(**{} if kind == EVICTING else options)
+    maker: Any = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
+    each = _for_each_layer(_checked(kind, maker, options), len(kinds))
+    makers = [maker(**its) for its in each]
     if kind == "sliding" and not any(each.window for each in kinds):
         raise ValueError(
             f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
             "kind='quantized' saves memory and holds every token"
         )
-    makers = [make] * len(kinds)
-    if kind == EVICTING:
-        makers = [maker(**each) for each in _for_each_layer(options, len(kinds))]
     return _paired(model, GenerationCache(layers_of(kinds, makers), called_module(model)))
 
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -22,14 +21,52 @@ ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one 
 
 
 class LayerState(NamedTuple):
-    """What a layer held: its attributes, and the length and the state of its cache."""
+    """A layer before a call: its attributes, and the length and the state of each of its caches."""
 
     attributes: dict[str, Any]
-    length: int
-    snapshot: Any
+    caches: list[tuple[int, Any]]
 
 
-class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
+class Layer:
+    """One layer of a `GenerationCache`: what is done to it is done to each cache that it stores."""
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """What the layer stores, as caches that are truncated, saved and described."""
+        return ()
+
+    def state(self) -> LayerState:
+        """The present state, to which `restore` returns."""
+        caches = [
+            (each.length, each.snapshot() if hasattr(each, "snapshot") else None)
+            for each in self.stored
+        ]
+        return LayerState(dict(vars(self)), caches)
+
+    def restore(self, before: LayerState) -> None:
+        """Undo the updates since `state` was called; nothing else may have happened.
+
+        A cache without snapshots is truncated; an error that is being handled gets a note if it
+        cannot be.
+        """
+        error = sys.exception()
+        self.__dict__ = dict(before.attributes)
+        for cache, (length, snapshot) in zip(self.stored, before.caches, strict=True):
+            if snapshot is not None:
+                cache.restore(snapshot)
+            elif cache.length != length:
+                try:
+                    cache.truncate(length)
+                except ValueError as reason:
+                    if error is not None:
+                        error.add_note(f"{cache!r} may hold tokens of this call: {reason}")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for each in self.stored:
+            each.reorder(beam_idx)
+
+
+class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
     """A cache of regard for one layer, with the methods that transformers calls.
 
     `append` takes any streams and returns parts, as regard's caches do; `update` takes keys and
@@ -39,7 +76,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False  # shapes are known from the first tokens
 
     def __init__(self, make: Callable[[], Cache]) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.make, self.cache = make, make()
         self.step: Any = None  # of `regard.hf.running.steps`: the last one, which may repeat
         self.window: int | None = getattr(self.cache, "window", None)
@@ -54,30 +91,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        """What the layer stores, as caches that are truncated, saved and described."""
         return (self.cache,)
-
-    def state(self) -> "LayerState":
-        """The present state, to which `restore` returns."""
-        snapshot = self.cache.snapshot() if hasattr(self.cache, "snapshot") else None
-        return LayerState(dict(vars(self)), self.cache.length, snapshot)
-
-    def restore(self, before: Any) -> None:
-        """Undo the updates since `state` was called; nothing else may have happened."""
-        self.__dict__ = dict(before.attributes)
-        if before.snapshot is not None:
-            self.cache.restore(before.snapshot)  # type: ignore[attr-defined]
-        elif self.cache.length != before.length:
-            self._cut_to(before.length, sys.exception())
-
-    def _cut_to(self, length: int, error: BaseException | None) -> None:
-        """Truncate a cache that has no snapshots; an error that is being handled gets a note if it
-        cannot."""
-        try:
-            self.cache.truncate(length)
-        except ValueError as reason:
-            if error is not None:
-                error.add_note(f"{self.cache!r} may hold tokens of this call: {reason}")
 
     @property
     def is_croppable(self) -> bool:
@@ -140,53 +154,16 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             cache: Any = self.cache
             cache.rollback = max(cache.rollback, ASSISTED_ROLLBACK)
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last tokens; their number is negative, as transformers passes it.
-
-        Raises:
-            ValueError: if the number is positive, or more tokens than can be removed.
-        """
-        self.cache.truncate(cropped(self.cache.length, tokens_to_remove))
-
     def reset(self) -> None:
         self.cache, self.is_initialized = self.make(), False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
-            self.cache.reorder(beam_idx)
+            super().reorder_cache(beam_idx)
             self.batch_size = len(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
-            self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
-
-    def offload(self) -> None:
-        raise ValueError(
-            "regard offloads pages, not layers: give regard.hf.cache(model, 'paged', pool=PagePool("
-            "num_pages, offload=Offload(hot_pages))), or kind='quantized' to save memory"
-        )
-
-    prefetch = offload
 
     def __repr__(self) -> str:
         return repr(self.cache)
-
-
-def cropped(length: int, tokens_to_remove: int | Tensor) -> int:
-    """The tokens that remain when the last ones are removed; their number is negative."""
-    if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
-        raise ValueError(
-            "crop takes one number for all rows, as a model of transformers has one length for "
-            f"all, got {tokens_to_remove.tolist()}"
-        )
-    change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
-    if change > 0:
-        raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
-    return max(0, length + change)
 
 
 def growing() -> Callable[[int | None], Cache]:

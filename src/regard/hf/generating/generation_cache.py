@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
-from regard.hf.generating.caches import CacheLayer, cropped
+from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.states import (
     EmptyLayer,
     ModelCall,
@@ -247,7 +247,15 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
             ValueError: if the number is positive, or a layer cannot; no layer is then changed.
         """
         self._settle()
-        self.truncate(cropped(self.get_seq_length(), tokens_to_remove))
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
+            raise ValueError(
+                "crop takes one number for all rows, as a model of transformers has one length for "
+                f"all, got {tokens_to_remove.tolist()}"
+            )
+        change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
+        if change > 0:
+            raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
+        self.truncate(max(0, self.get_seq_length() + change))
 
     def reset(self) -> None:
         """Hold no tokens."""

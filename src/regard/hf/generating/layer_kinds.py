@@ -36,55 +36,55 @@ _KINDS = {  # by transformers' layer types; the numbers are those of the config
 }
 
 
-def _check_takes_caches(model: Any) -> None:
-    """Raise if the model has a cache of another kind, such as a recurrent state."""
+def layer_kinds(model: Any) -> list[LayerKind]:
+    """The kind of each decoder layer that a cache has, as the config and the modules say.
+
+    Raises:
+        ValueError: if the model takes no cache, no layer caches keys, or a layer caches something
+            other than keys, values and states.
+    """
     module = called_module(model)
-    parameters = inspect.signature(module.forward).parameters
-    if "input_ids" in parameters and not cache_argument(module.forward):
+    takes = inspect.signature(module.forward).parameters
+    if "input_ids" in takes and not cache_argument(module.forward):
         raise ValueError(
             f"{type(module).__name__} takes no past_key_values: it has no cache of keys and "
             "values; leave the cache out"
         )
-
-
-def layer_kinds(model: Any) -> list[LayerKind]:
-    """The kind of each decoder layer that a cache has, as the config and the modules say."""
-    _check_takes_caches(model)
     config = model.config.get_text_config(decoder=True)
-    count = config.num_hidden_layers
-    if model.config.is_encoder_decoder:
-        count = getattr(config, "decoder_layers", None) or getattr(
-            config, "num_decoder_layers", count
-        )
-    names = list(getattr(config, "layer_types", None) or [FULL] * count)
-    for index in getattr(config, "cross_attention_layers", None) or ():
-        names[index] = "cross_attention"
-    other = sorted({each for each in names if each not in _KINDS})
-    if other:
+    types = _types_of(model, config)
+    if not any(_KINDS[each].has_keys for each in types):
         raise ValueError(
-            f"{type(model).__name__} has layers of type {', '.join(other)}, and regard's caches "
-            f"serve {', '.join(_KINDS)}; use transformers' own cache"
+            f"no layer of {type(model).__name__} caches keys; use transformers' own cache"
         )
-    count = len(names) - (getattr(config, "num_kv_shared_layers", None) or 0)  # the rest is shared
     known: dict[Any, int | None] = {
         module.layer_idx: family.window_of(module)
         for module in find(model).known.values()
         if (family := family_of(module)) and getattr(module, "layer_idx", None) is not None
     }
-    window, states = getattr(config, "sliding_window", None), _number_of_states(config)
-    kinds = [_KINDS[name] for name in names[:count]]
+    window = getattr(config, "sliding_window", None)
+    states = getattr(config, "number_of_conv_states", None) or 1
     return [
-        each._replace(
-            window=known.get(index) or (each.window and window),
-            states=each.states and states,
+        kind._replace(
+            window=known.get(index) or (kind.window and window), states=kind.states and states
         )
-        for index, each in enumerate(kinds)
+        for index, kind in enumerate(map(_KINDS.__getitem__, types))
     ]
 
 
-def _number_of_states(config: Any) -> int:
-    """How many convolutions a layer with states has."""
-    return getattr(config, "number_of_conv_states", None) or 1
+def _types_of(model: Any, config: Any) -> list[str]:
+    """The type of each decoder layer that does not read the keys of another one."""
+    counts = ("decoder_layers", "num_decoder_layers") * model.config.is_encoder_decoder
+    counted = (getattr(config, each, None) for each in (*counts, "num_hidden_layers"))
+    types = list(getattr(config, "layer_types", None) or [FULL] * next(filter(None, counted)))
+    for index in getattr(config, "cross_attention_layers", None) or ():
+        types[index] = "cross_attention"
+    other = sorted({each for each in types if each not in _KINDS})
+    if other:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(other)}, and regard's caches "
+            f"serve {', '.join(_KINDS)}; use transformers' own cache"
+        )
+    return types[: len(types) - (getattr(config, "num_kv_shared_layers", None) or 0)]
 
 
 def layers_of(kinds: list[LayerKind], makers: list[Callable[[int | None], Cache]]) -> list[Any]:

@@ -18,7 +18,7 @@ from regard.cache import Cache
 from regard.cache.files import is_naturals
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
-from regard.hf.generating.caches import CacheLayer
+from regard.hf.generating.caches import CacheLayer, Layer, LayerState
 from regard.hf.packages import CACHES, name_of_cache
 from regard.words import counted
 
@@ -38,7 +38,7 @@ def map_tensors(states: StateDict, change: Callable[[Tensor], Tensor]) -> StateD
     return {name: of(value) for name, value in states.items()}
 
 
-class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+class StateLayer(Layer, LinearAttentionLayer):  # type: ignore[misc]
     """The states of one layer, with the number of their tokens.
 
     Attributes:
@@ -61,7 +61,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        """What the layer stores, as caches that are truncated, saved and described."""
         return (States(self),)
 
     def copy_states(self) -> StateDict:
@@ -73,30 +72,13 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.__dict__.update(map_tensors(states, Tensor.clone))
         self.tokens = tokens
 
-    def state(self) -> Any:
-        """The present state, to which `restore` returns."""
-        return self.tokens, self.copy_states()
-
-    def restore(self, before: Any) -> None:
-        """Return to the state that `state` gave."""
-        self.put(*before)
-
-    def follow(self, tokens: int, before: Any) -> None:
-        """Count the tokens after a call of the model, before which the states were `before`."""
-        self.tokens, self.before = tokens, before
+    def follow(self, tokens: int, before: LayerState) -> None:
+        """Count the tokens after a call of the model, before which the layer was `before`."""
+        self.tokens, self.before = tokens, before.caches[-1][1]
 
     def mark(self) -> None:
         """Let `truncate` return to the present states."""
         self.marks[self.tokens] = self.copy_states()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        def rows(each: Tensor) -> Tensor:
-            return each.index_select(0, beam_idx.to(each.device))
-
-        self.__dict__.update(map_tensors({name: vars(self)[name] for name in _NAMES}, rows))
-        self.marks = {tokens: map_tensors(states, rows) for tokens, states in self.marks.items()}
-        if self.before is not None:
-            self.before = self.before[0], map_tensors(self.before[1], rows)
 
     def reset(self) -> None:
         StateLayer.__init__(self, self.number_of_states)
@@ -126,30 +108,16 @@ class HybridLayer(CacheLayer, StateLayer):
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        return *CacheLayer.stored.__get__(self), States(self)
+        return self.cache, States(self)
 
     def lazy_initialization(self, *args: Any, **given: Any) -> None:
         """Of states alone: transformers names the arguments."""
         if given:
             LinearAttentionLayer.lazy_initialization(self, **given)
 
-    def state(self) -> Any:
-        return CacheLayer.state(self), StateLayer.state(self)
-
-    def restore(self, before: Any) -> None:
-        CacheLayer.restore(self, before[0])
-        StateLayer.restore(self, before[1])
-
-    def follow(self, tokens: int, before: Any) -> None:
-        StateLayer.follow(self, tokens, before[1])
-
     def reset(self) -> None:
         StateLayer.reset(self)
         CacheLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        CacheLayer.reorder_cache(self, beam_idx)
-        StateLayer.reorder_cache(self, beam_idx)
 
     def __deepcopy__(self, memo: Any) -> "HybridLayer":
         new = StateLayer.__deepcopy__(self, memo)
@@ -158,23 +126,13 @@ class HybridLayer(CacheLayer, StateLayer):
         return new
 
 
-class EmptyLayer:
+class EmptyLayer(Layer):
     """A layer without attention and states, or one that reads the keys of another layer."""
 
     supports_early_init = is_sliding = False
     is_compileable = is_croppable = True
-    stored: tuple[Stored, ...] = ()
-
-    def state(self) -> None:
-        """Nothing is stored."""
-
-    def restore(self, before: Any) -> None:
-        """Nothing is stored."""
 
     def reset(self) -> None:
-        """Nothing is stored."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Nothing is stored."""
 
     def get_max_length(self) -> int:
@@ -219,6 +177,16 @@ class States(Stored):
 
     def restore(self, snapshot: Any) -> None:
         self.layer.put(*snapshot)
+
+    def reorder(self, rows: Tensor) -> None:
+        def chosen(each: Tensor) -> Tensor:
+            return each.index_select(0, rows.to(each.device))
+
+        layer = self.layer
+        layer.__dict__.update(map_tensors({name: vars(layer)[name] for name in _NAMES}, chosen))
+        layer.marks = {tokens: map_tensors(each, chosen) for tokens, each in layer.marks.items()}
+        if layer.before is not None:
+            layer.before = layer.before[0], map_tensors(layer.before[1], chosen)
 
     def reachable_states(self) -> dict[int, StateDict]:
         """By number of tokens: the states that `truncate` can return to, but for the present."""

@@ -142,7 +142,7 @@ class CachedKeys(Sequence[Tensor]):
         return concatenated(self.parts).streams[index]
 
     @property
-    def count(self) -> int:
+    def num_keys(self) -> int:
         """The number of keys of the call, on all ranks."""
         keys: int = self.parts[-1].kv_stop if self.attending is None else self.attending.length
         return keys

@@ -55,8 +55,8 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         q, stored, past = _along(family, self, projected, given)
     if left:
         given[SHARED][left] = stored
-    at = visible_in(family, self, given, q.shape[2], stored.count, across=across)
-    bias = family.bias(self, given, q.shape[2], stored.count, past)
+    at = visible_in(family, self, given, q.shape[2], stored.num_keys, across=across)
+    bias = family.bias(self, given, q.shape[2], stored.num_keys, past)
     options = options_of(family, self) | {"attending": stored.attending, "bias": bias}
     heads, weights, call = attended(q, Keys.of(stored.parts), at, given, **options)
     record_step(family, self, hidden_states, given, call)
@@ -77,7 +77,7 @@ def forward_tied(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, *
     tied = TiedKeys(self.k_norm.weight, family.tied(self))
     q, k, v = _rotated(family, self, family.project.both(self, hidden_states), given)
     stored = appended(cache, self, tied.join(v, k), pieces=tied.pieces)
-    at = visible_in(family, self, given, q.shape[2], stored.count)
+    at = visible_in(family, self, given, q.shape[2], stored.num_keys)
     q, keys = tied.read(q, stored.parts, lambda parts: stored.rebuilt(at, tied.rebuild))
     options = options_of(family, self) | {"attending": stored.attending}
     heads, weights, _ = attended(q, keys, at, given, **options)

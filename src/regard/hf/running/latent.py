@@ -49,7 +49,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     if hasattr(cache, "append"):
         streams = (torch.cat(streams, dim=-1),)
     stored = appended(cache, self, *streams, pieces=(latent.shape[-1], k_rope.shape[-1]))
-    at = visible_in(family, self, given, q_rope.shape[2], stored.count)
+    at = visible_in(family, self, given, q_rope.shape[2], stored.num_keys)
     form, options = choose_form(self, at.span), options_of(family, self)
     q, keys, bias = _read(form, q_nope, q_rope, stored, at, options["scale"])
     options |= {"attending": stored.attending, "bias": bias}

@@ -35,7 +35,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     q = family.rotate(self, self.queries(hidden_states), positions)
     latent = self.kv_a_proj(hidden_states)
     stored = _stored(cache, self, latent, positions)
-    at = visible_in(family, self, given, q.shape[2], stored.count)
+    at = visible_in(family, self, given, q.shape[2], stored.num_keys)
     keys, options = stored.rebuilt(at, self.rebuild), options_of(family, self)
     options |= {"attending": stored.attending}
     heads, weights, _ = attended(q, keys, at, given, **options)

@@ -99,7 +99,7 @@ class Ahead(Mask):
 
 
 def mask_of(
-    make: Callable[..., Tensor | None] | None = None,
+    make: Callable[..., Any] | None = None,
     *,
     batch_size: int,
     q_length: int,

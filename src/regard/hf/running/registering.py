@@ -146,6 +146,6 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     divisor = next(getattr(module, each) for each in DIVISORS if hasattr(module, each))
     rate = next(each.p for each in module.children() if isinstance(each, nn.Dropout))
-    options = {"dropout": rate if module.training else 0.0, "scaling": 1 / float(divisor)}
-    out, weights = attention(module, query, key, value, attention_mask, **options)
+    rate, scaling = rate if module.training else 0.0, 1 / float(divisor)
+    out, weights = attention(module, query, key, value, attention_mask, rate, scaling)
     return out.transpose(1, 2), weights

@@ -113,8 +113,7 @@ def _describe_converted(
 def _describe_gguf(file: Path) -> ModelShape:
     """The shapes that transformers reads from the header of a GGUF."""
     require("transformers", "gguf")
-    from regard.hf.loading.reading_gguf import read_once
-    from regard.hf.loading.untrusted_gguf import check_gguf
+    from regard.hf.loading.reading_gguf import check_gguf, read_once
 
     checked = check_gguf(file)
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

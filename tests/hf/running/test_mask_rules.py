@@ -10,7 +10,7 @@ import regard.hf
 from regard.hf.running import mask_rules
 from regard.hf.running.mask_rules import KNOWN, RuleMask, mask_of
 from regard.hf.running.masks import visible
-from regard.masks import Causal, Span
+from regard.masks import EVERYTHING, Causal, Span
 from zoo import ZOO, inputs, result, tokens
 
 BLOCKS = torch.tensor([[-1, 0, 0, 0, 1, 1, -1, -1, 2, 2, 2], [0, 0, -1, -1, -1, -1, 1, 1, 1, 1, 1]])
@@ -169,3 +169,17 @@ def test_lengths_that_do_not_fit_are_refused():
         model(ids, cu_seq_lens_q=good, cu_seq_lens_k=short)
     with pytest.raises(ValueError, match="got 5 for 6 queries"):
         model(ids, cu_seq_lens_q=short, cu_seq_lens_k=short)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_rule_that_hides_nothing_is_about_any_number_of_keys(queries):
+    """As in PP-FormulaNet, whose mask counts other tokens of the encoder than its cache holds:
+    `sdpa` gets no mask there."""
+    both = masking_utils.bidirectional_mask_function
+    call = {"batch_size": 2, "q_length": queries, "kv_length": 6, "mask_function": both}
+    rule = mask_of(**call, allow_is_causal_skip=False)
+    assert isinstance(rule, RuleMask)
+    at = visible(torch.nn.Module(), rule, queries, 9)
+    assert (at.mask, at.bias, at.span.num_keys) == (EVERYTHING, None, 9)
+    made = mask_of(**call, attention_mask=torch.arange(6).expand(2, 6) > 1)
+    assert visible(torch.nn.Module(), made, queries, 9).mask is not EVERYTHING

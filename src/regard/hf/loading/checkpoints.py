@@ -18,11 +18,9 @@ import torch
 
 from regard.cache_folder import FOLDER
 from regard.hf.loading import gguf_copies, latent_layers
-from regard.hf.loading.reading_gguf import read_once
+from regard.hf.loading.reading_gguf import check_gguf, read_once
 from regard.hf.loading.skeleton import MEND, check_report, check_skeleton, model_class
 from regard.hf.loading.untrusted import (
-    INDEX,
-    WEIGHTS,
     CheckpointError,
     check_config,
     check_files,
@@ -30,7 +28,6 @@ from regard.hf.loading.untrusted import (
     read_json,
     refused,
 )
-from regard.hf.loading.untrusted_gguf import check_gguf
 from regard.hf.loading.untrusted_weights import Contents, check_weights
 from regard.hf.packages import quiet, require
 
@@ -224,10 +221,6 @@ def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
     """Arguments of `from_pretrained`, what the weights hold, and whether there is a tokenizer."""
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; give {NEEDED}")
-    if not any((path / name).exists() for name in (WEIGHTS, INDEX)):
-        pickles = sorted(file.name for file in path.glob("*.bin"))
-        why = f"it has {', '.join(pickles)}, and pickles can run code" if pickles else "it has none"
-        raise FileNotFoundError(f"{path} needs weights in {WEIGHTS} or {INDEX}: {why}")
     check_files(path)
     check_json_files(path)
     check_config(read_json(path / "config.json"), path / "config.json")
@@ -249,7 +242,7 @@ def sound_gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
     checked = check_gguf(path)
     check_json_files(path.parent)
     source = _local(path.parent, gguf_file=path.name)
-    return source, checked.contents, "tokenizer.ggml.model" in checked.values
+    return source, checked.contents, "tokenizer.ggml.model" in checked.keys
 
 
 def _tokenizer(source: Mapping[str, Any], **given: Any) -> Any:

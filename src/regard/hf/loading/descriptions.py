@@ -105,8 +105,6 @@ def _such(accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
 _size = _such(lambda value: type(value) is int and 0 <= value <= WIDEST)
 _number = _such(lambda value: type(value) in (int, float) and math.isfinite(value))
 _flag = _such(lambda value: type(value) is bool)
-_norm = _such(lambda value: value in (None, "head", "width"))
-_gate = _such(lambda value: value in (None, "head", "channel"))
 _biases = _such(lambda value: isinstance(value, list) and all(each in MLA_BIASES for each in value))
 
 
@@ -209,14 +207,25 @@ KINDS = {
         COMMON
         | {"num_kv_heads": SIZE, "head_dim": SIZE, "softcap": OPTIONAL_NUMBER}
         | {"bias": FLAG, "out_bias": FLAG}
-        | {"qk_norm": Field("null, 'head' or 'width'", _norm), "norm_eps": NUMBER},
+        | {
+            "qk_norm": Field(
+                "null, 'head' or 'width'", _such((None, "head", "width").__contains__)
+            ),
+            "norm_eps": NUMBER,
+        },
     ),
     "MLA": Kind(
         MultiHeadLatentAttention,
         COMMON
         | {"q_lora_rank": OPTIONAL_SIZE, "qk_nope_head_dim": SIZE, "qk_rope_head_dim": SIZE}
         | {"v_head_dim": SIZE, "latent_norm": FLAG, "norm_eps": NUMBER}
-        | {"bias": BIASES, "sinks": FLAG, "gate": Field("null, 'head' or 'channel'", _gate)}
+        | {
+            "bias": BIASES,
+            "sinks": FLAG,
+            "gate": Field(
+                "null, 'head' or 'channel'", _such((None, "head", "channel").__contains__)
+            ),
+        }
         | {"query_scale": Field("null or three numbers", _read_factor, _written_factor)},
     ),
 }

@@ -63,7 +63,6 @@ def write(name: str, model: Any, tokenizer: Any) -> str | None:
     try:
         root = _root()
         root.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(root)
         if nbytes > shutil.disk_usage(root).free // 2:
             return f"it would take more than half of what is free in {root}"
         with tempfile.TemporaryDirectory(dir=root, suffix=".partial") as scratch:
@@ -99,19 +98,15 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _remove_abandoned(root: Path) -> None:
-    for folder in root.glob("*.partial"):
-        if time.time() - folder.stat().st_mtime > ABANDONED:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _remove_oldest(root: Path, newest: Path) -> None:
-    """Remove copies, oldest first and never the newest, until the others fit."""
-    folders = [each for each in root.iterdir() if each.is_dir() and each.suffix != ".partial"]
-    sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in folders}
-    for folder in sorted(folders, key=lambda each: each.stat().st_mtime):
-        if sum(sizes.values()) <= MOST:
-            return
-        if folder != newest:
+    """Remove what killed processes left, and copies, oldest first and never the newest, until the
+    others fit."""
+    room, folders = MOST, [each for each in root.iterdir() if each.is_dir()]
+    for folder in sorted(folders, key=lambda each: (each != newest, -each.stat().st_mtime)):
+        if folder.suffix == ".partial":
+            if time.time() - folder.stat().st_mtime > ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
+        room -= sum(file.stat().st_size for file in folder.iterdir())
+        if room < 0 and folder != newest:
             shutil.rmtree(folder, ignore_errors=True)
-            del sizes[folder]

@@ -18,7 +18,7 @@ from regard.hf.loading.untrusted import (
     read_json,
     refused,
 )
-from regard.hf.loading.untrusted_weights import Contents, check_index, check_safetensors
+from regard.hf.loading.untrusted_weights import check_weights
 from regard.hf.placing.place import place
 
 MODEL_TYPE = "regard"
@@ -72,7 +72,7 @@ def dtype_of(folder: Path) -> torch.dtype:
     """
     check_json_files(folder)
     file = folder / "config.json"
-    contents = _check_weights(folder)
+    contents = check_weights(folder, WEIGHTS, INDEX)
     config, _ = _base_and_layers(read_json(file), file)
     dtype: torch.dtype = config.dtype or getattr(torch, contents.dtype)
     return dtype
@@ -88,18 +88,10 @@ def check_described(folder: Path) -> tuple[Any, Any, Any]:
     file = folder / "config.json"
     description = read_json(file)
     check_config(description, file)
-    contents = _check_weights(folder)
+    contents = check_weights(folder, WEIGHTS, INDEX)
     config, entries = _base_and_layers(description, file)
     made_by = _with_layers(model_class(config), entries, file)
     return made_by, config, check_skeleton(made_by, config, contents, folder)
-
-
-def _check_weights(folder: Path) -> Contents:
-    if (folder / WEIGHTS).is_file():
-        return check_safetensors(folder / WEIGHTS)
-    if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder} needs weights in {WEIGHTS} or {INDEX}: it has neither")
-    return check_index(folder / INDEX)
 
 
 def _base_and_layers(description: dict[str, Any], file: Path) -> tuple[Any, list[Any]]:

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from regard.hf.loading.untrusted import (
-    INDEX,
-    JSON_LIMIT,
-    WEIGHTS,
-    read_json,
-    refused,
-)
+from regard.hf.loading.untrusted import INDEX, JSON_LIMIT, WEIGHTS, read_json, refused
 
+PATHS = {*"/\\:\0"}  # characters of a path
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
@@ -33,7 +28,7 @@ class Contents:
         return FLOATS.get(most, "float32")
 
 
-def check_weights(folder: Path) -> Contents:
+def check_weights(folder: Path, weights: str = WEIGHTS, index: str = INDEX) -> Contents:
     """Check the headers of the weights in `folder`, and return their contents.
 
     Raises:
@@ -43,9 +38,13 @@ def check_weights(folder: Path) -> Contents:
     if any(folder.glob("shard-?????-model-*.safetensors")):
         out = "save the model with save_pretrained"
         raise refused(folder, "weights of a distributed run are not read", "shard-*", out)
-    if (folder / WEIGHTS).is_file():
-        return check_safetensors(folder / WEIGHTS)
-    return check_index(folder / INDEX)
+    if (folder / weights).is_file():
+        return check_safetensors(folder / weights)
+    if (folder / index).exists():
+        return check_index(folder / index)
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    why = f"it has {', '.join(pickles)}, and pickles can run code" if pickles else "it has none"
+    raise FileNotFoundError(f"{folder} needs weights in {weights} or {index}: {why}")
 
 
 def check_index(file: Path) -> Contents:
@@ -55,7 +54,8 @@ def check_index(file: Path) -> Contents:
         raise refused(file, "'weight_map' must be an object that is not empty", places)
     shards: dict[str, Contents] = {}
     for tensor, name in places.items():
-        if not isinstance(name, str) or not _plain(name):
+        # a file name, and not a path on any system
+        if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & PATHS:
             rule = "a shard must be the name of a *.safetensors file beside the index"
             raise refused(file, rule, name)
         if name not in shards:
@@ -67,11 +67,6 @@ def check_index(file: Path) -> Contents:
     nbytes = sum(shard.nbytes for shard in shards.values())
     dtypes = sum((Counter(shard.dtypes) for shard in shards.values()), Counter())
     return Contents(names, elements, nbytes, dtypes)
-
-
-def _plain(name: str) -> bool:
-    """Whether this is a file name, and not a path on any system."""
-    return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
 def check_safetensors(file: Path) -> Contents:

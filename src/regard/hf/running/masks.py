@@ -47,14 +47,16 @@ def visible(
         TypeError: if the mask is not a tensor (FlexAttention's block masks).
         ValueError: if it is not `[B, H, L, S]`.
     """
+    last = Span(keys - queries, keys, 0, keys)
     if isinstance(given, RuleMask):
         if given.cells is None and given.shape[-2:] == (queries, keys):
             return Visible(given.rule, None, given.span)
+        if given.cells is None and given.rule is EVERYTHING:  # sdpa gets None, for any number
+            return Visible(EVERYTHING, None, last)
         given = given.made()
     if given is not None:
         _check(given)
         return _simplest(module, given, queries, keys, window)
-    last = Span(keys - queries, keys, 0, keys)
     if queries == 1 and window is None:  # whatever the module is: reading its config takes 10 us
         return Visible(EVERYTHING, None, last)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -81,7 +81,7 @@ def generate(
 
     from regard.cli.loading import load_for
     from regard.hf import write
-    from regard.hf.generating.prefix_folder import prefixes_in
+    from regard.hf.generating.pool_of_model import prefixes_in
     from regard.hf.generating.text import cache_name
     from regard.hf.packages import quiet
 

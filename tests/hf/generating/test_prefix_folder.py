@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import regard.hf
-from regard.hf.generating import prefix_folder
-from regard.hf.generating.prefix_folder import FILE, prefixes_in
+from regard.hf.generating import pool_of_model
+from regard.hf.generating.pool_of_model import FILE, prefixes_in
 from zoo import ZOO, tokens
 
 
@@ -63,7 +63,7 @@ def test_a_folder_of_another_model_or_format_is_refused(tmp_path):
 
 
 def test_the_file_has_a_greatest_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(prefix_folder, "TOKENS", 128)
+    monkeypatch.setattr(pool_of_model, "TOKENS", 128)
     model, sizes = model_of("llama"), []
     for seed in range(4):
         found(model, tmp_path, (tokens(1, 140) + seed) % 50 + 3)

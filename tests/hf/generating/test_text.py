@@ -16,7 +16,7 @@ from regard.cli import generate
 from regard.cli.app import run
 from regard.hf.generating import text
 from regard.hf.generating.caches import NAMES
-from regard.hf.generating.prefix_folder import FILE
+from regard.hf.generating.pool_of_model import FILE
 from regard.hf.generating.text import ATTENTIONS, Written, _size
 from regard.ops.backends import BACKENDS
 from zoo import VOCABULARY, ZOO

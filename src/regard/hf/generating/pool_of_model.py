@@ -1,8 +1,12 @@
-"""A cache in pages for a model: its pool, and what its keys and values depend on."""
+"""A cache in pages for a model: its pool, what its keys and values depend on, prefixes in files."""
 
+import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -15,13 +19,16 @@ from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pool import PagePool
 from regard.cache.streams import check_whole
 from regard.hf.families.recognising import family_of
-from regard.hf.generating.layer_kinds import LayerKind, layers_of
+from regard.hf.generating.layer_kinds import LayerKind, layer_kinds, layers_of
 from regard.hf.generating.paged import PagedGenerationCache
 from regard.hf.generating.watching import called_module, is_own
 from regard.hf.running.binding import is_bound
+from regard.whole_file import check_can_write, errors_that_name
 
 ROWS = 32  # texts of the model's greatest length that fit a pool, unless `tokens=` says otherwise
 LENGTH = 4096  # tokens of a text, for models that have no greatest length
+FILE = "prefixes.safetensors"  # of prefixes in a folder
+TOKENS = 16_384  # tokens in that file at most: of SmolLM2, 720 MiB in float32, 110 MiB as K8V4
 PAGE_SIZE = 64  # tokens: the page size of a pool that is made here
 _PROCESS = secrets.token_hex(8)  # numbers of hooks and functions mean nothing to another process
 _NUMBERS = count()
@@ -131,3 +138,47 @@ def _number(function: Any) -> int:
 def _is_latent(module: nn.Module) -> bool:
     family = family_of(module)
     return family is not None and family.latent
+
+
+@contextmanager
+def prefixes_in(folder: str | Path, model: Any, *, format: str = "plain") -> Iterator[PagePool]:
+    """A pool with the prefixes that a folder holds, for caches inside of the `with` block.
+
+    After it, prefixes are stored in the folder again: the `TOKENS` used last.
+
+    Args:
+        folder: it is made if it is not there. Only its owner can read the file in it.
+        model: the model that computes them.
+        format: of the pages.
+
+    Raises:
+        OSError: if the folder cannot be read or written.
+        ValueError: if its prefixes are of other weights or another format; they stay as they are.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder: what its decoder caches depends on more than "
+            "the decoder's tokens, and no prefix is stored; leave the folder for prefixes out"
+        )
+    folder = Path(folder)
+    _make(folder)
+    path, empty = folder / FILE, paged(model, layer_kinds(model), format=format)
+    pool = empty.pool
+    if path.exists():
+        device = next(model.parameters()).device
+        try:
+            pool.load(path, weights=called_module(model), device=device)
+        except ValueError as error:
+            raise ValueError(f"{error}; or give another folder for prefixes") from error
+    yield pool
+    pool.evict(keep=len(empty.layers) * (TOKENS // pool.page_size))
+    pool.save(path)
+
+
+def _make(folder: Path) -> None:
+    """Make the folder, and raise an `OSError` now if no file can be written in it."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file or a broken link; give a folder for prefixes")
+    with errors_that_name(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_can_write(folder / FILE)

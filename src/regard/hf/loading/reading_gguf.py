@@ -25,6 +25,7 @@ STRING, ARRAY = 8, 9
 FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # of `struct`
 ENTRIES = 1 << 16  # tensors at most, and keys; the largest models have 2,000 and 60
 ITEMS = 1 << 21  # in all arrays together; the largest vocabularies have 1.3 million
+DIMENSIONS = 4
 TEXT = 16 * MEBIBYTE  # bytes of a string that is not in an array
 BLOCK = re.compile(r"\bblk\.(\d+)\.")
 _LOCK = RLock()  # `gguf.GGUFReader` is replaced for all threads
@@ -148,6 +149,11 @@ def _bounded_reader() -> Any:
         def _build_tensor_info(self, offs: int, count: int) -> Any:
             self._check("its number of tensors", count, ENTRIES)
             return super()._build_tensor_info(offs, count)
+
+        def _get_tensor_info_field(self, orig_offs: int) -> Any:
+            field = super()._get_tensor_info_field(orig_offs)
+            self._check("the number of dimensions of a tensor", field.parts[2][0], DIMENSIONS)
+            return field
 
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
             """Size in bytes, parts, the indices of those that are items, and their types."""

@@ -75,7 +75,7 @@ class InstalledStep(NamedTuple):
         None, and the cache is as before, if compiled code cannot read a tensor as it lies: one with
         strides or of a dtype of its own, the model's angles, or a buffer that was changed.
         """
-        cache = _layer_of(family, module, given).cache
+        cache = given[family.cache].layers[module.layer_idx].cache
         angles = given["position_embeddings"] if family.rotate is rotating.halves else None
         out = self.run_one(
             *heads,
@@ -91,26 +91,24 @@ class InstalledStep(NamedTuple):
         return out
 
 
-def is_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> bool:
-    """Whether a call may run as a step: self-attention of one token, halves rotated in float32 or
-    nothing rotated, and a cache of regard whose keys stay where they are."""
+def layer_of_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
+    """The layer of regard's cache that a call fills, if the call may run as a step; else None.
+
+    A step is self-attention of one token, with halves rotated in float32 or nothing rotated, and a
+    cache whose keys stay where they are.
+    """
     if x.shape[1] != 1 or family.returns_bias or given.get(family.context) is not None:
-        return False
+        return None
     if any(family.sharing(module)):
-        return False
+        return None
     angles = given.get("position_embeddings")
     if family.rotate is rotating.halves:
         if not isinstance(angles, tuple) or angles[0].dtype is not torch.float32:
-            return False
+            return None
     elif family.rotate is not rotating.not_rotated:
-        return False
-    return x.is_cpu and _layer_of(family, module, given) is not None
-
-
-def _layer_of(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
-    """The layer of regard's cache that a call fills, if its keys stay where they are; else None."""
+        return None
     cache: Any = given.get(family.cache)
-    if not hasattr(cache, "append"):
+    if not x.is_cpu or not hasattr(cache, "append"):
         return None
     layer = cache.layers[module.layer_idx]
     return layer if type(layer.cache) in _IN_PLACE else None
@@ -120,10 +118,10 @@ def repeated_step(
     family: Family, module: Any, x: Tensor, given: Mapping[str, Any]
 ) -> InstalledStep | None:
     """The step that this call repeats, with one token more in the cache; None if it is another."""
-    if torch.compiler.is_compiling() or not is_step(family, module, x, given):
+    if torch.compiler.is_compiling():
         return None
-    layer = _layer_of(family, module, given)
-    found: InstalledStep | None = layer.step
+    layer = layer_of_step(family, module, x, given)
+    found: InstalledStep | None = None if layer is None else layer.step
     if found is None or found.settings != _settings(family, module):
         return None
     if weights_wanted(given) or not found.fits(layer.cache, x):
@@ -148,9 +146,9 @@ def record_step(
     """Record a call that has just been run, if it is a step that the next call may repeat."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
-    if not is_step(family, module, x, given):
+    layer = layer_of_step(family, module, x, given)
+    if layer is None:
         return
-    layer = _layer_of(family, module, given)
     call, cache, held = prepared.call, layer.cache, layer.cache.buffers
     reads = call.span.kv_start, call.span.kv_stop
     if (

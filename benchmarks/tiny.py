@@ -96,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # where the sizes of one model depend 
         "layer_types": ["full_attention"] * 2,
         "no_rope_layers": [1, 0],
     },
+    "zamba2": {"attention_hidden_size": 2 * WIDE, "attention_head_dim": 2 * HEAD},
 }
 
 

@@ -121,3 +121,21 @@ def test_the_model_returns_what_it_shares_as_tensors():
         out = model(input_ids=IDS, return_shared_kv_states=True)
     keys, values = out.shared_kv_states["full_attention"]
     assert keys.shape == values.shape == (2, 2, 13, 16)
+
+
+@pytest.mark.parametrize("kind", [None, "growing", "paged", "quantized"])
+def test_keys_that_are_values_are_left_for_assistants_as_two_tensors(kind):
+    """As from transformers 5.24 on, where models whose layers share nothing leave them, too."""
+    model = ZOO[TIED].build().double()
+    for layer in model.model.layers:
+        layer.self_attn.store_full_length_kv = True
+    given = {"input_ids": IDS, "return_shared_kv_states": True}
+    with torch.no_grad():
+        wanted = model(**given).shared_kv_states["full_attention"]
+        assert "values cached as keys" in str(regard.hf.install(model))
+        if kind is not None:
+            given["past_key_values"] = regard.hf.cache(model, kind, **OPTIONS[kind])
+        left = model(**given).shared_kv_states["full_attention"]
+    near = 0.1 if kind == "quantized" else 1e-5
+    for ours, theirs in zip(left, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=near)

@@ -75,7 +75,8 @@ def _t5_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Ten
 
 
 def _shared_by_type(module: Any) -> tuple[str, str]:
-    """Gemma 3n and 4: the last layers read those of the last layer before them of their type."""
+    """Gemma 3n and 4: the last layers read those of the last layer before them of their type; from
+    transformers 5.24 on, the last layer of a type leaves them for assistants in every model."""
     name: str = module.layer_type
     return name * module.is_kv_shared_layer, name * module.store_full_length_kv
 
@@ -83,7 +84,8 @@ def _shared_by_type(module: Any) -> tuple[str, str]:
 def _proportional_runs(module: Any) -> tuple[tuple[int, int], ...] | None:
     """Gemma 4, where one projection makes keys and values that no other layer reads, and where only
     the first channels of each half are rotated."""
-    if not module.use_alternative_attention or any(_shared_by_type(module)):
+    shares = any(_shared_by_type(module)) and module.config.num_kv_shared_layers
+    if shares or not module.use_alternative_attention:
         return None
     rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
     rotated = int(rope.get("partial_rotary_factor", 1.0) * half)
@@ -186,10 +188,11 @@ class Family:
     def beyond_heads(self, module: nn.Module) -> str:
         """In words, what a module does besides projection, rotation and attention, or ""."""
         # a layer of regard in a model has the attribute, which may be None
+        shares = any(self.sharing(module)) and getattr(module, "config", None)
         gated = self.gate is not _no_gate and getattr(module, "gate_proj", "") is not None
         for holds, words in (
             (gated, "gates its outputs"),
-            (any(self.sharing(module)), "shares its keys with other layers"),
+            (shares and shares.num_kv_shared_layers, "shares its keys with other layers"),
             (self.tied(module) is not None, "has keys that are its values"),
             (self.query_scale(module) is not UNSCALED, "scales queries by their positions"),
         ):

@@ -125,10 +125,13 @@ class CachedKeys(Sequence[Tensor]):
     Attributes:
         parts: as the cache returned them, which may be pages or codes.
         attending: the cache if it attends by itself, as each rank stores a share of its tokens.
+        make: computes keys and values from parts that hold something else, as one joined stream.
     """
 
-    def __init__(self, parts: tuple[Part, ...], attending: Any = None) -> None:
-        self.parts, self.attending = parts, attending
+    def __init__(
+        self, parts: tuple[Part, ...], attending: Any = None, make: Make | None = None
+    ) -> None:
+        self.parts, self.attending, self.make = parts, attending, make
 
     @classmethod
     def of(cls, *streams: Tensor) -> "CachedKeys":
@@ -139,7 +142,11 @@ class CachedKeys(Sequence[Tensor]):
         return 2
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return concatenated(self.parts).streams[index]
+        whole = concatenated(self.parts)
+        if self.make is not None:
+            tensors = tuple(each[:, :] for each in whole.streams)
+            (whole,) = self.make((whole._replace(streams=tensors),))
+        return whole.streams[index]
 
     @property
     def num_keys(self) -> int:

@@ -79,6 +79,8 @@ def forward_tied(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, *
     stored = appended(cache, self, tied.join(v, k), pieces=tied.pieces)
     at = visible_in(family, self, given, q.shape[2], stored.num_keys)
     q, keys = tied.read(q, stored.parts, lambda parts: stored.rebuilt(at, tied.rebuild))
+    if left := family.sharing(self)[1]:  # for a model that assists this one
+        given[SHARED][left] = CachedKeys(stored.parts, stored.attending, tied.rebuild)
     options = options_of(family, self) | {"attending": stored.attending}
     heads, weights, _ = attended(q, keys, at, given, **options)
     return output_of(family, self, hidden_states, heads), weights
@@ -123,7 +125,9 @@ def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], nam
     q = scaler_of(family, module, x, given)(family.project.queries(module, x))
     q = family.rotate(module, q, given.get("position_embeddings"))
     left = given[SHARED][name]
-    stored = left if isinstance(left, CachedKeys) else CachedKeys.of(*left)
+    if not isinstance(left, CachedKeys) or left.make is not None:
+        left = CachedKeys.of(*left)
+    stored: CachedKeys = left
     q, _ = of_one_dtype(q, stored.parts[0].outlines[0])
     return Heads(q, stored)
 

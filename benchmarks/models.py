@@ -132,7 +132,8 @@ def difference(own: Any, ours: Any, near: float) -> str | None:
         return None if same else "other texts"
     prompt = text.shape[1] - len(steps)
     for step in range(len(steps)):
-        begun = (text[:, : prompt + step] == other_text[:, : prompt + step]).all(dim=1)
+        same = text[:, : prompt + step] == other_text[:, : prompt + step]
+        begun = same.flatten(1).all(dim=1)
         if begun.any():
             worse = difference(steps[step][begun], other_steps[step][begun], near)
             if worse:

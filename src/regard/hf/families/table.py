@@ -111,6 +111,10 @@ def _llama4_scale(module: Any) -> QueryScale:
     return PositionScale(module.attn_scale, module.floor_scale, offset=1)
 
 
+def _no_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Tensor | None:
+    return None
+
+
 def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
     return out
 
@@ -172,7 +176,7 @@ class Family:
     sinks: Reads = absent
     scale: Reads = _SCALING
     dropout: Reads = _DROPOUT
-    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = lambda *call: None
+    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
     query_scale: Callable[[Any], QueryScale] = lambda module: UNSCALED
     counts_positions: bool = False
     sharing: Callable[[Any], tuple[str, str]] = lambda module: ("", "")

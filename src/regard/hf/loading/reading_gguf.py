@@ -11,7 +11,6 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -116,7 +115,6 @@ def read_once() -> Iterator[None]:
             gguf.GGUFReader = before
 
 
-@cache
 def _bounded_reader() -> Any:
     """gguf's reader, which reads nothing past the end of a file and bounds every count, with the
     arrays of a header as Python values instead of numpy arrays."""
@@ -129,49 +127,54 @@ def _bounded_reader() -> Any:
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
             end = int(offset) + int(count) * dtype().itemsize
-            self._check("what its header describes", end, len(self.data), "end by byte")
+            _check(self.file, "what its header describes", end, len(self.data), "end by byte")
             return super()._get(int(offset), dtype, count, *order, **named)
-
-        def _check(self, what: str, number: int, limit: int, rule: str = "be at most") -> None:
-            if number > limit:
-                raise refused(self.file, f"{what} must {rule} {limit}", int(number))
 
         def _get_str(self, offset: int) -> Any:
             import numpy
 
-            self._check("the length of a string", self._get(offset, numpy.uint64)[0], TEXT)
+            _check(self.file, "the length of a string", self._get(offset, numpy.uint64)[0], TEXT)
             return super()._get_str(offset)
 
         def _build_fields(self, offs: int, count: int) -> Any:
-            self._check("its number of keys", count, ENTRIES)
+            _check(self.file, "its number of keys", count, ENTRIES)
             return super()._build_fields(offs, count)
 
         def _build_tensor_info(self, offs: int, count: int) -> Any:
-            self._check("its number of tensors", count, ENTRIES)
+            _check(self.file, "its number of tensors", count, ENTRIES)
             return super()._build_tensor_info(offs, count)
 
         def _get_tensor_info_field(self, orig_offs: int) -> Any:
             field = super()._get_tensor_info_field(orig_offs)
-            self._check("the number of dimensions of a tensor", field.parts[2][0], DIMENSIONS)
+            _check(self.file, "the number of dimensions of a tensor", field.parts[2][0], DIMENSIONS)
             return field
 
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
             """Size in bytes, parts, the indices of those that are items, and their types."""
             if raw_type != ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
-            kind, length = struct.unpack_from("<IQ", self.data, orig_offs)
-            if kind not in (*FORMATS, STRING):
-                raise refused(self.file, "items of an array must be strings or numbers", kind)
+            kind, length, items, end = _array(self.data, int(orig_offs), self.file)
             self.items += length
-            self._check("the number of items of its arrays", self.items, ITEMS)
-            begin = int(orig_offs) + 12
-            read = _strings if kind == STRING else _numbers
-            items, end = read(self.data, begin, kind, length)
-            self._check("an array", end, len(self.data), "end by byte")
+            _check(self.file, "the number of items of its arrays", self.items, ITEMS)
+            _check(self.file, "an array", end, len(self.data), "end by byte")
             types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
             return end - orig_offs, items, list(range(length)), types[: 1 + bool(length)]
 
     return Reader
+
+
+def _check(file: Path, what: str, number: int, limit: int, rule: str = "be at most") -> None:
+    if number > limit:
+        raise refused(file, f"{what} must {rule} {limit}", int(number))
+
+
+def _array(data: Any, at: int, file: Path) -> tuple[int, int, list[Any], int]:
+    """The type of the items of an array, their number, the items, and the offset of their end."""
+    kind, length = struct.unpack_from("<IQ", data, at)
+    if kind not in (*FORMATS, STRING):
+        raise refused(file, "items of an array must be strings or numbers", kind)
+    _check(file, "the number of items of its arrays", length, ITEMS)
+    return kind, length, *(_strings if kind == STRING else _numbers)(data, at + 12, kind, length)
 
 
 def _strings(data: Any, at: int, kind: int, length: int) -> tuple[list[bytes], int]:

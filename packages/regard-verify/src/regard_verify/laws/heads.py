@@ -144,7 +144,9 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
 
 @law("bounded", "several_heads")
 def head_permutation(subject: Subject, trial: Trial) -> None:
-    """Heads do not mix: permuted heads give permuted outputs."""
+    """Heads do not mix: permuted heads give permuted outputs; where each head has positions or
+    sinks of its own, values of one key head leave the others unchanged.
+    """
 
     def attempt(sizes: Sizes) -> None:
         if sizes.G < 2 or sizes.H % sizes.G:
@@ -163,6 +165,17 @@ def head_permutation(subject: Subject, trial: Trial) -> None:
         )
         require(sizes, got, where_finite(expected, got), tolerance(v), cause)
 
-    if subject.sinks is not None or subject.has.unknown_positions:
-        raise NotApplicable("each head may have sinks or biases of its own")
-    on_sizes(subject, trial, attempt)
+    def apart(sizes: Sizes) -> None:
+        q, k, v = subject.inputs(sizes, trial)
+        expected = subject.run(q, k, v)
+        reads = torch.tensor(key_heads(sizes.H, sizes.G, subject.conventions.head_order == "tiled"))
+        for group in range(sizes.G if sizes.H % sizes.G == 0 else 0):
+            other = v.clone()
+            other[:, group] = 1.0 - other[:, group]
+            got, others = subject.run(q, k, other), reads != group
+            right = where_finite(expected, got)[:, others].double()
+            cause = f"other values of key head {group} change a query head that does not read it"
+            require(sizes, got[:, others].double(), right, tolerance(v), cause)
+
+    by_head = subject.sinks is not None or subject.has.unknown_positions
+    on_sizes(subject, trial, apart if by_head else attempt)

@@ -508,6 +508,16 @@ class KeepsHeads(MLA):
         return (self.out(good.merge(out)), (k, v)) if use_cache else self.out(good.merge(out))
 
 
+class TurnsQueriesAlone(MLA):
+    """Its queries carry positions, and the key that all heads share does not."""
+
+    def forward(self, x):
+        q, q_rope = good.split(self.q(x), self.heads).split([self.nope, self.rope], -1)
+        c, k_rope = self.held(x)
+        q_rope = rotated(q_rope, torch.arange(x.shape[1]))
+        return self.out(good.merge(self.expanded(q, q_rope, c, k_rope)))
+
+
 class KeepsTurned(MLA):
     """Its cache holds the rotated key once for each head."""
 
@@ -556,6 +566,12 @@ class Ordered(Cross):
 
 
 LATENTS = [
+    Mutant(
+        "latent queries rotated alone",
+        TurnsQueriesAlone,
+        {name: value for name, value in MLA_LIKE.items() if not name.startswith("cache")},
+        ("latent_positions",),
+    ),
     latent(
         "absorbed scale of its own width",
         "mla_absorbed",

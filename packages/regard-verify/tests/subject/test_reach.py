@@ -80,6 +80,18 @@ def test_channels_shared_by_all_heads_are_left_out_and_counted():
     gives(found, *heads_of(found), scale=(DIM + 2) ** -0.5)
 
 
+def test_keys_that_all_heads_share_are_heads_too():
+    """One key head of 2 channels, which each query head reads."""
+    found = reach(call_of(projecting.Latent()), trial()).shared_keys()
+    assert found.roles.sizes == (3, 1, 2, DIM)
+    q, k, v = torch.randn(2, 3, 4, 2), torch.randn(2, 1, 4, 2), torch.randn(2, 3, 4, DIM)
+    with torch.no_grad():
+        got = found(q, k, v).numpy()
+    wanted = definition(q, k.expand(-1, 3, -1, -1), v, scale=(DIM + 2) ** -0.5)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    assert reach(call_of(projecting.Layer()), trial()).shared_keys() is None
+
+
 class Copied(projecting.Layer):
     """All heads have the queries of the first."""
 

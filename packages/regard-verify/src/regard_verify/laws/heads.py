@@ -13,11 +13,13 @@ from regard_verify.law import (
     require,
     tolerance,
     where_finite,
+    worst,
 )
 from regard_verify.laws.cases import on_sizes
+from regard_verify.mistakes import heads_of, mistakes, turned
 from regard_verify.oracle import key_heads
 from regard_verify.subject.modules import size_of
-from regard_verify.subject.probe_weights import read_head_order
+from regard_verify.subject.probe_weights import read_head_order, rotations
 from regard_verify.subject.reach import ProjectedHeads
 from regard_verify.subject.subject import Subject
 
@@ -96,6 +98,36 @@ def _letter(name: str) -> str | None:
     return LETTER.get(words[0]) if len(words) == 1 else None
 
 
+@law("bounded", "heads")
+def latent_positions(subject: Subject, trial: Trial) -> None:
+    """In latent attention, the channels that carry positions are attention to one shared key
+    head.
+    """
+    attend = subject.attend.shared_keys() if isinstance(subject.attend, ProjectedHeads) else None
+    if attend is None:
+        raise NotApplicable("it has no keys that all heads share beside keys of each head")
+    heads, _, dim, width = attend.roles.sizes
+    groups, length = subject.fixed["G"], 6
+    q, k = trial.randn(2, heads, length, dim, times=2.0), trial.randn(2, 1, length, dim)
+    v = trial.randn(2, groups, length, width)
+    with torch.no_grad():
+        out = attend(q, k, v).double()
+    own, keep = subject.conventions, subject.visible(length, length)
+    scale = own.scale or (subject.fixed["D"] + dim) ** -0.5
+    plain = heads_of(q, k.expand(-1, groups, -1, -1), v, keep, scale)
+    turns = list(rotations(own.theta)) if dim % 2 == 0 else []
+    allowed = tolerance(v)
+    if any(worst(out, turned(plain, *each).out())[1] <= allowed for each in (("none",), *turns)):
+        return
+    for turn in turns:
+        for sentence, would in mistakes(plain, *turn):
+            if worst(out, would)[1] <= allowed:
+                right = turned(plain, *turn).out()
+                label = f"B=2 L={length}, {dim} shared channels"
+                require(label, out, right, allowed, {sentence: would})
+    raise NotApplicable("its positions enter the shared channels in a way that is not known")
+
+
 @law("exact", "gqa")
 def gqa_order(subject: Subject, trial: Trial) -> None:
     """Query head h reads key head h // (H / G)."""
@@ -112,7 +144,9 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
 
 @law("bounded", "several_heads")
 def head_permutation(subject: Subject, trial: Trial) -> None:
-    """Heads do not mix: permuted heads give permuted outputs."""
+    """Heads do not mix: permuted heads give permuted outputs; where each head has positions or
+    sinks of its own, values of one key head leave the others unchanged.
+    """
 
     def attempt(sizes: Sizes) -> None:
         if sizes.G < 2 or sizes.H % sizes.G:
@@ -131,6 +165,17 @@ def head_permutation(subject: Subject, trial: Trial) -> None:
         )
         require(sizes, got, where_finite(expected, got), tolerance(v), cause)
 
-    if subject.sinks is not None or subject.has.unknown_positions:
-        raise NotApplicable("each head may have sinks or biases of its own")
-    on_sizes(subject, trial, attempt)
+    def apart(sizes: Sizes) -> None:
+        q, k, v = subject.inputs(sizes, trial)
+        expected = subject.run(q, k, v)
+        reads = torch.tensor(key_heads(sizes.H, sizes.G, subject.conventions.head_order == "tiled"))
+        for group in range(sizes.G if sizes.H % sizes.G == 0 else 0):
+            other = v.clone()
+            other[:, group] = 1.0 - other[:, group]
+            got, others = subject.run(q, k, other), reads != group
+            right = where_finite(expected, got)[:, others].double()
+            cause = f"other values of key head {group} change a query head that does not read it"
+            require(sizes, got[:, others].double(), right, tolerance(v), cause)
+
+    by_head = subject.sinks is not None or subject.has.unknown_positions
+    on_sizes(subject, trial, apart if by_head else attempt)

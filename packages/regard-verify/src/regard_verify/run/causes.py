@@ -42,6 +42,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "runs": _ALL,
     "super_init": (),
     "named_heads": (),
+    "latent_positions": ("padding_side", *_STEPS),
     "eval_determinism": ("no_mutation", "no_alias", "state_dict", *_ALL),
     "no_mutation": ("state_dict", *_ALL),
     **dict.fromkeys(("no_alias", "oracle_forward"), _ALL),

@@ -40,7 +40,8 @@ class Roles:
         opened: the value of a gate that scales by 1.
         left_out: query and key channels that stay 0: keys that all heads share, beside keys of each
             head, as those that carry positions in latent attention.
-        others: how many query channels of each head are left out.
+        other_queries: the query channels of each head that are left out, [H][R].
+        other_keys: the key channels that are left out and shared, in the same order, [R].
     """
 
     queries: list[list[int]]
@@ -50,7 +51,13 @@ class Roles:
     gates: list[int]
     opened: float = 1.0
     left_out: list[int] = field(default_factory=list)
-    others: int = 0
+    other_queries: list[list[int]] = field(default_factory=list)
+    other_keys: list[int] = field(default_factory=list)
+
+    @property
+    def others(self) -> int:
+        """How many query channels of each head are left out."""
+        return len(self.other_queries[0]) if self.other_queries else 0
 
     @property
     def cut(self) -> str:
@@ -309,13 +316,16 @@ def _roles(
         return None
     used = {c for part in (*queries, *keys) for c in part}
     left_out = [c for c in (*kinds.queries, *kinds.keys) if c not in used]
-    others = [c for c in kinds.keys if c not in used]
-    if any(not set(others) <= set(mine) for mine in by_key):
+    other_keys = [c for c in kinds.keys if c not in used]
+    if any(not set(other_keys) <= set(mine) for mine in by_key):
         return None
+    other_queries = sorted([mine[key] for key in other_keys] for mine in by_key)
     queries, keys, values, outputs = (
         sorted(part, key=min) for part in (queries, keys, values, outputs)
     )
-    return Roles(queries, keys, values, outputs, kinds.gates, opened, left_out, len(others))
+    return Roles(
+        queries, keys, values, outputs, kinds.gates, opened, left_out, other_queries, other_keys
+    )  # fmt: skip
 
 
 def _by_readers(

@@ -109,9 +109,9 @@ def usual_layouts(
             if len(sizes) == 1 and heads % len(keys) == 0 and len(values[0]) == dim:
                 yield Roles(queries, keys, values, outputs, [])
             elif len(keys[0]) < len(queries[0]) and len(values[0]) == dim:
-                others = len(queries[0]) - len(keys[0])  # read by keys that all heads share
-                cut = [head[: len(keys[0])] for head in queries]
-                yield Roles(cut, keys, values, outputs, [], others=others)
+                size = len(keys[0])  # the other query channels meet keys that all heads share
+                cut, others = [head[:size] for head in queries], [head[size:] for head in queries]
+                yield Roles(cut, keys, values, outputs, [], other_queries=others)
 
 
 def _heads(

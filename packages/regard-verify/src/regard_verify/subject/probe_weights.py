@@ -31,10 +31,10 @@ def probe_rotation(subject: Subject, trial: Trial) -> None:
     if not turning and all(_spread(scores) < EVEN for _, _, scores in rows):
         subject.conventions = own.found(pairing="none")
         return
-    for pairing, theta in _rotations(own.theta):
+    for pairing, theta in rotations(own.theta):
         if all(_explains(pairing, theta, *row) for row in rows):
             return _found(subject, pairing, theta)
-    for pairing, theta in _rotations(own.theta):
+    for pairing, theta in rotations(own.theta):
         if _mistaken(subject, pairing, theta, trial):
             return _found(subject, pairing, theta)
     subject.inferred["RoPE"] = "positions change the scores in a way that is not known"
@@ -46,7 +46,7 @@ def _found(subject: Subject, pairing: str, theta: float) -> None:
     subject.inferred["RoPE"] = f"{pairing}, theta {theta:g}"
 
 
-def _rotations(theta: float) -> Iterator[tuple[str, float]]:
+def rotations(theta: float) -> Iterator[tuple[str, float]]:
     """The declared base first."""
     for each in dict.fromkeys((theta, *THETAS)):
         for pairing in ("halves", "pairs"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import Trial
-from regard_verify.subject.channels import Roles, find_roles
+from regard_verify.subject.channels import LENGTH, Roles, Run, changes, find_roles
 from regard_verify.subject.layouts import natural_roles
 from regard_verify.subject.projections import (
     Attention,
@@ -85,6 +85,13 @@ class ProjectedHeads:
             first += place.channels
         names = {id(x): name for name, x in self.call.module.named_parameters()}
         return next((names.get(each, "?") for each in makers if makers.count(each) > 1), "")
+
+    def shared_keys(self) -> "ProjectedHeads | None":
+        """The module as a function of the keys that all heads share, as in MLA, or None."""
+        queries, keys = self.roles.other_queries, self.roles.other_keys
+        if not (self.roles.others and keys):
+            return None
+        return replace(self, roles=replace(self.roles, queries=queries, keys=[keys]))
 
     def _indices(self) -> list[Tensor]:
         """For each source, where each of its channels is in the pool of q, k, v, 0 and open."""
@@ -326,8 +333,17 @@ def reach_by_layout(call: Any, heads: int | None, trial: Trial) -> ProjectedHead
         return None
     if found is None:
         return None
+    shared = _shared_by_heads(run, parts, sum(attention.channels()), trial)
+    roles = replace(found.roles, other_keys=shared if found.roles.others else [])
     known = {"causal": found.causal, "window": 0, "pairing": found.pairing}
-    return ProjectedHeads(attention, found.roles, known)
+    return ProjectedHeads(attention, roles, known)
+
+
+def _shared_by_heads(run: Run, parts: list[list[int]], channels: int, trial: Trial) -> list[int]:
+    """Channels that change the output beside those of `parts`: keys that all heads share."""
+    rest = sorted(set(range(channels)) - {c for part in parts for c in part})
+    found = changes(run, trial.randn(LENGTH, channels), rest, 1.0) if rest else ()
+    return [c for c, each in zip(rest, found, strict=True) if bool(each.any())]
 
 
 def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:

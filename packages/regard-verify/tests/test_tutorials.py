@@ -16,7 +16,7 @@ def test_a_scale_by_the_width_is_named():
     report = check(subjects.Tutorial, quick=True)
     assert set(report.failed) == {"scale_closed_form", "oracle_forward", "oracle_gradient"}
     assert "root of the whole width 32" in example(report, "scale_closed_form").cause
-    assert "root of the width, 1/sqrt(32)" in example(report, "oracle_forward").cause
+    assert "root of the whole width 32" in example(report, "oracle_forward").cause
 
 
 def test_a_mask_that_is_1_where_hidden_is_found_out():
@@ -132,7 +132,6 @@ def test_heads_are_counted_where_their_number_is_unknown():
 def test_the_annotated_transformer():
     function = check(subjects.annotated, quick=True)
     assert function.failed == []
-    assert "dropout_stats" in {each.law for each in function.having("passed")}
     module = check(subjects.MultiHeadedAttention, quick=True)
     assert module.failed == []
     assert "BLS" in module.inferred["mask"]

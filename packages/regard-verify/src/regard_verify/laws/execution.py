@@ -234,10 +234,15 @@ def _dropout_after_eval(subject: Subject, module: nn.Module, trial: Trial) -> No
     """On a copy with dropout, which was in eval mode: it runs in train mode."""
     twin = with_dropout(module, 0.5)
     call, x = subject.layer_of(twin), subject.tokens(2, 6, trial)
-    with torch.no_grad():
-        call(x.clone())
-        twin.train()
-        one, other = (call(x.clone()) for _ in range(2))
+    try:
+        with torch.no_grad():
+            call(x.clone())
+            twin.train()
+            one, other = (call(x.clone()) for _ in range(2))
+    except SubjectError as error:
+        if isinstance(error.__cause__, (ValueError, NotImplementedError)):
+            raise NotApplicable(f"it refuses dropout: {error}") from error
+        raise
     if torch.equal(one, other):
         if not declares_dropout(module):
             raise NotApplicable("no dropout runs in a call in train mode")

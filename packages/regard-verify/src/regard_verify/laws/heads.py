@@ -117,7 +117,10 @@ def latent_positions(subject: Subject, trial: Trial) -> None:
     plain = heads_of(q, k.expand(-1, groups, -1, -1), v, keep, scale)
     turns = list(rotations(own.theta)) if dim % 2 == 0 else []
     allowed = tolerance(v)
-    if any(worst(out, turned(plain, *each).out())[1] <= allowed for each in (("none",), *turns)):
+    if any(
+        worst(out, turned(plain, *each).out())[1] <= allowed
+        for each in [("none", own.theta), *turns]
+    ):
         return
     for turn in turns:
         for sentence, would in mistakes(plain, *turn):

@@ -277,7 +277,7 @@ def test_version(monkeypatch, capsys):
     [
         (lambda at: at / "nowhere", "does not exist; give a folder with config.json"),
         (lambda at: at, "has no config.json"),
-        (lambda at: _file(at / "model.gguf", "no"), "a GGUF file has at least 24 bytes"),
+        (lambda at: _file(at / "model.gguf", "no"), "a GGUF file begins with b'GGUF'"),
         (lambda at: _file(at / "config.json", "{}").parent, "needs weights in model.safetensors"),
         (lambda at: _pickled(at), "pickles can run code"),
         (lambda at: _broken(at), "it must begin with a header of up to"),

@@ -262,7 +262,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, c
     monkeypatch.setattr(cli, "check", lambda *given, **options: pytest.fail("checked"))
     assert command(monkeypatch, "x", "--html", tmp_path) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"regard-verify: {tmp_path} cannot be written: Is a directory; give a")
+    assert err.startswith(f"regard-verify: {tmp_path} cannot be written: it is a folder; give a")
 
 
 def test_the_page_shows_what_the_terminal_shows_with_all():

@@ -22,7 +22,7 @@ from regard_verify.writing import (
     console_of,
     printable,
     say,
-    write,
+    write_whole,
 )
 
 COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
@@ -88,7 +88,7 @@ def verify(
     for line in annotations(report) if annotate else ():
         sys.stdout.write(f"{line}\n")
     for form, path in asked.items():  # last: an error of the disk then loses no result
-        write(path, {"html": page, "sarif": sarif, "badge": badge}[form](report).encode())
+        write_whole(path, {"html": page, "sarif": sarif, "badge": badge}[form](report).encode())
     return report.exit_code
 
 

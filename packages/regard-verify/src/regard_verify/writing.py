@@ -1,6 +1,11 @@
-"""Sentences on a terminal, whose lines end between words, and files with reports."""
+"""Sentences on a terminal, whose lines end between words, and files that are written whole."""
 
+import os
+import tempfile
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import EISDIR
 from pathlib import Path
 
 from rich.console import Console
@@ -53,19 +58,43 @@ def check_can_write(path: Path) -> None:
     Raises:
         OSError: naming the path and the way out.
     """
-    write(path, path.read_bytes() if path.is_file() else b"")
+    with _errors_that_name(path):
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a folder")
+        if path.is_file() or not path.exists():
+            with tempfile.TemporaryFile(dir=path.resolve().parent) as file:
+                file.write(bytes(1 << 16))
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside the path, then rename it, so that an error leaves an earlier file.
 
     Raises:
         OSError: naming the path and the way out.
     """
+    with _errors_that_name(path):
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_bytes(content)
+            return
+        path = path.resolve()  # a link stays a link
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+
+@contextmanager
+def _errors_that_name(path: Path) -> Iterator[None]:
+    """Raise errors of the disk as sentences that name the path and the way out."""
     try:
-        path.write_bytes(content)
+        yield
     except OSError as error:
-        raise OSError(
+        sentence = OSError(
             f"{path} cannot be written: {error.strerror or error}; give a path on a disk with "
             "room, in a folder that can be written"
-        ) from error
+        )
+        sentence.errno = error.errno  # by which a closed pipe is told from a full disk
+        raise sentence from error

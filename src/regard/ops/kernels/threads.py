@@ -77,5 +77,8 @@ def _after_fork() -> None:
     _pool.cache_clear()
 
 
-if os.name == "posix":
-    os.register_at_fork(after_in_child=_after_fork)
+def _never(**functions: Callable[[], None]) -> None:
+    """The registration on a system that does not fork."""
+
+
+getattr(os, "register_at_fork", _never)(after_in_child=_after_fork)

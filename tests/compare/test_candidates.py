@@ -56,6 +56,7 @@ def test_targets_have_the_size_of_their_names():
     [
         ("mha", 8, "the model is MHA as shipped"),
         ("gqa", 2, "2 key heads have no divisor between 1 and themselves"),
+        ("mqa", 1, "the model is MQA as shipped"),
     ],
 )
 def test_attentions_that_a_model_cannot_have_are_refused(key, heads, message):

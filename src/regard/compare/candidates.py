@@ -54,10 +54,10 @@ def as_shipped(shipped: Sequence[Attention], dtype: torch.dtype) -> None:
     """No conversion: the model's own attention."""
 
 
-def _mha(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
-    if shipped[0].kind == "MHA":
-        raise ValueError("the model is MHA as shipped")
-    return target_of("mha", shipped)
+def _heads(shipped: Sequence[Attention], dtype: torch.dtype, *, kind: str) -> Target:
+    if all(layer.kind == kind for layer in shipped):
+        raise ValueError(f"the model is {kind} as shipped")
+    return target_of(kind.lower(), shipped)
 
 
 def _half_the_heads(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
@@ -66,10 +66,6 @@ def _half_the_heads(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
     if fewer is None:
         raise ValueError(f"{heads} key heads have no divisor between 1 and themselves")
     return target_of(f"gqa:{fewer}", shipped)
-
-
-def _mqa(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
-    return target_of("mqa", shipped)
 
 
 def _mla(shipped: Sequence[Attention], dtype: torch.dtype, **options: Any) -> Target:
@@ -120,9 +116,9 @@ CANDIDATES = (
     _codes("K8V4", few=True),
     _codes("K6V4"),
     _codes("K4V4", usual=False),
-    Candidate("mha", "MHA, spelled out", _mha, exact=True),
+    Candidate("mha", "MHA, spelled out", partial(_heads, kind="MHA"), exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
-    Candidate("mqa", "MQA, aligned", _mqa, few=True),
+    Candidate("mqa", "MQA, aligned", partial(_heads, kind="MQA"), few=True),
     Candidate("latent-100", "joint latent, full rank", partial(LATENT, budget=1.0), exact=True),
     _share("latent-75", JOINT, LATENT),
     latent_50 := _share("latent-50", JOINT, LATENT, few=True),

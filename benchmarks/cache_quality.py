@@ -47,6 +47,7 @@ from regard.compare.candidates import DEEPSEEK
 from regard.convert import convert, windows_of
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.generating.predicting import logits_of, pieces
+from regard.hf.loading.checkpoints import stored_dtype
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 FORMATS = ("K8V8", "K8V4", "K6V4", "K4V4")
@@ -272,9 +273,11 @@ def check(model: Any, layers: Sequence[Any], tokens: Tensor) -> None:
 # ---- models -------------------------------------------------------------------------------------
 
 
-def latent(model: Any, tokenizer: Any, shipped: Sequence[Any]) -> Sequence[Any]:
-    """The model's attention converted to MLA."""
-    target = DEEPSEEK(shipped, shipped[0].q_proj.weight.dtype, budget=0.5)
+def latent(
+    model: Any, tokenizer: Any, shipped: Sequence[Any], stored: torch.dtype
+) -> Sequence[Any]:
+    """The model's attention converted to MLA, in half of the cache in the checkpoint's dtype."""
+    target = DEEPSEEK(shipped, stored, budget=0.5)
     tokens = texts_for(tokenizer, context=1024).calibration
     (converted,) = convert(model, [target], tokens)
     return converted.layers
@@ -301,7 +304,8 @@ def main() -> None:
     given = parser.parse_args()
     introduce("transformers")
     name = SMOLLM2 if given.model is None else given.model.stem
-    model, tokenizer = load(given.model or fetch_smollm2(), dtype=torch.float32)
+    path = given.model or fetch_smollm2()
+    model, tokenizer = load(path, dtype=torch.float32)
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     with torch.inference_mode():
         tasks = {
@@ -342,7 +346,7 @@ def run(
     models = {called: (shipped, variants)} if variants else {}
     if "latent" in only:
         joined = [of_format(name, width, joined=True) for name in JOINED]
-        models[f"{called} as MLA"] = (latent(model, tokenizer, shipped), joined)
+        models[f"{called} as MLA"] = (latent(model, tokenizer, shipped, stored_dtype(path)), joined)
     results = []
     for name, (layers, chosen) in models.items():
         print(f"\n{name:<66}{'bits':>6}{'ratio':>9}{'':>8}{'KL':>9}{'top-1':>8}{'found':>8}")

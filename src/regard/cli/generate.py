@@ -89,9 +89,9 @@ def generate(
     own: dict[str, Any] = {"attention": attention, "cache": cache_name(cache), "format": format}
     other, pages, shown = {"attention": against, "cache": against}, {}, stream and not as_json
 
-    def run(**options: Any) -> "Written":
+    def run(**settings: Any) -> "Written":
         torch.manual_seed(seed)
-        return write(loaded.model, loaded.tokenizer, prompt, **more | options)
+        return write(loaded.model, loaded.tokenizer, prompt, **more | settings)
 
     with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
         stack.enter_context(quiet())

@@ -215,9 +215,8 @@ class Sample:
         storage = storage_of(self.runner.caches, [layer.window for layer in layers])
 
         def taken(tokens: int, dtype: str = dtype) -> int:
-            if (
-                storage is None
-            ):  # no formula is known: in proportion to the bytes that were measured
+            """Bytes by a formula, or without one in proportion to those that were measured."""
+            if storage is None:
                 return round(self.bytes_per_token * tokens)
             return bytes_of_caches(layers, storage, context=tokens, dtype=dtype)
 

@@ -34,7 +34,8 @@ from regard.distributed.shards import Layout, Shards, shards_of
 from regard.distributed.tensor.heads import split_of
 from regard.hf.families import rotating
 from regard.hf.families.finding import find, unknown_attention
-from regard.hf.families.recognising import Family, family_of, is_placed
+from regard.hf.families.recognising import family_of
+from regard.hf.families.table import Family, is_placed
 from regard.masks import EVERYTHING, Documents, Mask, Padding
 
 IGNORED = -100  # the label of a token without one, as torch's cross_entropy has it

@@ -32,7 +32,8 @@ from regard.distributed.tensor.placing import Placing
 from regard.distributed.tensor.weights import Split, SplitStyle, is_split
 from regard.hf.families.finding import find, unknown_attention
 from regard.hf.families.projecting import Separate
-from regard.hf.families.recognising import Family, family_of, is_placed
+from regard.hf.families.recognising import family_of
+from regard.hf.families.table import Family, is_placed
 from regard.hf.running.binding import is_bound
 from regard.hf.running.registering import NAME
 from regard.matrices import product_objection

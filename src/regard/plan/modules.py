@@ -15,7 +15,8 @@ from torch import nn
 
 from regard.hf.families import rotating
 from regard.hf.families.layers import rope_of
-from regard.hf.families.recognising import Family, family_of
+from regard.hf.families.recognising import family_of
+from regard.hf.families.table import Family
 from regard.hf.placing.placed import window_of
 from regard.layers.attention import Attention
 from regard.layers.forms.shared_kv import SharedKVAttention

@@ -136,6 +136,8 @@ def test_keys_that_are_values_are_left_for_assistants_as_two_tensors(kind):
         if kind is not None:
             given["past_key_values"] = regard.hf.cache(model, kind, **OPTIONS[kind])
         left = model(**given).shared_kv_states["full_attention"]
-    near = 0.1 if kind == "quantized" else 1e-5
+    # the model norms in float32; half a step of a code, which a rotation of 8 channels and its
+    # inverse may widen by the root of 8 each
+    near = 8 / 255 if kind == "quantized" else 4 * torch.finfo(torch.float32).eps
     for ours, theirs in zip(left, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+        assert (ours - theirs).abs().max() <= near * theirs.abs().max()

@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 def cost_of_cut(kind: Kind | None, tables: Sequence[PageTable], lengths: Sequence[int]) -> Cost:
-    """The cost of `cut`; None is the kind of a cache without pages."""
+    """The pages that `cut` copies and frees; a cache without a kind has no pages yet."""
     if kind is None:
         return Cost(0, Counter())
     size = kind.open.page_size

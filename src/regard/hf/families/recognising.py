@@ -11,9 +11,7 @@ from typing import Any
 from torch import nn
 
 from regard.hf.families.sources import first_difference, text_of
-from regard.hf.families.table import FAMILIES
-from regard.hf.families.table import Family as Family  # modules that ask for a family name its type
-from regard.hf.families.table import is_placed as is_placed
+from regard.hf.families.table import FAMILIES, Family, is_placed
 
 _REFUSED: dict[type, str] = {}  # classes of known source whose outputs differ, and how
 

@@ -111,7 +111,7 @@ class HybridLayer(CacheLayer, StateLayer):
         return self.cache, States(self)
 
     def lazy_initialization(self, *args: Any, **given: Any) -> None:
-        """Of states alone: transformers names the arguments."""
+        """Prepare the states, for which transformers names the arguments; keys need nothing."""
         if given:
             LinearAttentionLayer.lazy_initialization(self, **given)
 

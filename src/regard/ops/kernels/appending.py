@@ -115,7 +115,7 @@ def kernel(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Any:
 
 
 def widens(keys: Codes, values: Codes) -> bool:
-    """Whether queries are float32 in any case: where a stream is rotated, they are not rounded."""
+    """Whether queries stay float32: after a Hadamard rotation of a stream they are not rounded."""
     return bool(keys.rotated or values.rotated)
 
 

@@ -1,8 +1,7 @@
 """Context parallel of a transformers model: every rank calls it with the tokens of its shard.
 
-The model's own code runs on them, as all but attention reads one token at a time; before a call,
-its arguments are completed by what a rank cannot know of its tokens alone: their positions, the
-mask of the whole sequence, and how many labels the batch has.
+The model's own code runs on them, as all but attention reads one token at a time. Before a call,
+its arguments are completed: positions of tokens, the sequence's mask, labels in the whole batch.
 """
 
 import inspect

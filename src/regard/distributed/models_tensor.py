@@ -1,8 +1,8 @@
 """Tensor parallel of a transformers model: heads of its attention, columns of its MLPs.
 
-Attention modules are found by the table of families, linear layers of MLPs by the plan in the
-model's config (`base_model_tp_plan`). Embeddings, norms, experts and the head of the model are
-replicated. A split module's own code runs on its share: all that changes is what its children hold.
+Attention modules are found by the table of families, linear layers of MLPs by the config's plan
+(`base_model_tp_plan`). Embeddings, norms, experts and the head of the model are replicated. A split
+module's own code runs on its share: only its children's weights change.
 """
 
 import re
@@ -43,11 +43,10 @@ MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_p
 
 
 class LocalSinks(Split):
-    """An attention module whose attribute `sinks` holds the sinks of this rank's heads."""
+    """An attention module whose attribute `sinks` holds those of this rank's heads."""
 
     @property
     def sinks(self) -> Tensor | None:
-        """This rank's share, as an ordinary tensor."""
         return self.local("sinks")
 
 

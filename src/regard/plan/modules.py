@@ -42,13 +42,7 @@ PROJECTIONS = {
 }
 FUSED = ("qkv_proj", "query_key_value", "c_attn")  # queries, keys and values in one projection
 NOTHING = torch.empty(0)  # in place of the weight of a module without one
-DESCRIBED = (
-    Attention,
-    LatentKVAttention,
-    MultiHeadLatentAttention,
-    SharedKVAttention,
-    TiedKVAttention,
-)
+KNOWN = (Attention, LatentKVAttention, MultiHeadLatentAttention, SharedKVAttention, TiedKVAttention)
 WINDOWS_ROTATE = {  # of models with windows, these rotate in layers with a window alone
     *("Cohere2Attention", "Cohere2MoeAttention", "Exaone4Attention", "Exaone4_5Attention"),
     *("ExaoneMoeAttention", "AfmoeAttention", "FlintAttention", "Kolibri1Attention"),
@@ -73,8 +67,8 @@ def shape_of(layer: Any) -> LayerShape:
         >>> shape.kind, shape.head_dim, shape.kv_lora_rank
         ('MLA', 12, 16)
     """
-    if not isinstance(layer, DESCRIBED):
-        known = ", ".join(each.__name__ for each in DESCRIBED)
+    if not isinstance(layer, KNOWN):
+        known = ", ".join(each.__name__ for each in KNOWN)
         raise TypeError(f"sizes are known of {known}, got {type(layer).__name__}")
     rules = layer.mask.parts if isinstance(layer.mask, AllOf) else (layer.mask,)
     common: dict[str, Any] = {

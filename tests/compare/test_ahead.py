@@ -7,7 +7,7 @@ import pytest
 
 from regard.compare import chosen, compare
 from regard.compare.ahead import compile_kernels, kernels_ahead
-from regard.ops.kernels import launching
+from regard.ops.kernels import appending, launching, stepping
 from tiny import tiny
 
 
@@ -18,16 +18,20 @@ def folder(tmp_path):
 
 
 def test_the_kernels_are_those_that_the_rows_decode_with(folder, texts, monkeypatch):
-    """Of rows without a conversion; those of the others are compiled when they are needed."""
-    tiles, own = [], launching.compiled
-    monkeypatch.setattr(launching, "compiled", lambda *tile: tiles.append(tile) or own(*tile))
-    rows = chosen(["int8", "k8v4"])
-    compile_kernels(folder, [*rows, *chosen(["mqa"])], context=texts.windows.shape[1])
-    ahead, tiles[:] = set(tiles), []
+    """Those of steps, of which a row of a key head is one query, and those that append a token."""
+    tiles, steps, own, step = [], [], launching.compiled, appending.kernel
+    for module in (launching, stepping):
+        monkeypatch.setattr(module, "compiled", lambda *tile: tiles.append(tile) or own(*tile))
+    monkeypatch.setattr(appending, "kernel", lambda *it: steps.append(it) or step(*it))
+    rows = chosen(["int8", "k8v4", "deepseek-50"])
+    compile_kernels(folder, rows, context=texts.windows.shape[1])
+    ahead, tiles[:] = list(tiles), []
+    assert steps
     compare(tiny("llama"), texts, candidates=rows, prefills=False)
     heads = tiny("llama").config
-    group = heads.num_attention_heads // heads.num_key_value_heads
-    assert ahead == {tile for tile in tiles if tile[0] == group} != set()  # one query, no prefill
+    groups = heads.num_attention_heads // heads.num_key_value_heads, heads.num_attention_heads
+    of_steps = [{tile for tile in each if tile[0] in groups} for each in (ahead, tiles)]
+    assert of_steps[0] == of_steps[1] != set()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no process can be forked")

@@ -1,6 +1,7 @@
 """The proof before a comparison: which differences are due to regard, and which to the model."""
 
 import math
+from types import MethodType
 
 import pytest
 
@@ -14,16 +15,16 @@ class Disturbed:
 
     def __init__(self, error):
         self.model, self.counts = tiny("llama"), {"own": 0, "under regard": 0}
-        attention, angles = self.model.model.layers[0].self_attn, self.model.model.rotary_emb
-        forward = angles.forward
+        angles = self.model.model.rotary_emb
+        angles.beside = (self.model.model.layers[0].self_attn,)  # a copy has that of the copy
 
-        def disturbed(*args, **given):
-            side = "under regard" if "forward" in vars(attention) else "own"
+        def disturbed(module, *args, **given):
+            side = "under regard" if "forward" in vars(module.beside[0]) else "own"
             self.counts[side] += 1
-            cos, sin = forward(*args, **given)
+            cos, sin = type(module).forward(module, *args, **given)
             return cos + error(side, self.counts[side]), sin
 
-        angles.forward = disturbed
+        angles.forward = MethodType(disturbed, angles)
 
 
 def test_a_first_row_that_is_not_the_model_ends_the_comparison(texts, monkeypatch):

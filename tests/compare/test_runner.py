@@ -6,6 +6,7 @@ import torch
 from regard.compare import CANDIDATES, Runner, chosen, runner
 from regard.compare.runner import Runners
 from regard.compare.work import Work
+from regard.convert.exact.expand import spell_out
 from regard.hf import attention_modules, attention_of
 from tiny import tiny, tokens
 
@@ -17,10 +18,27 @@ def test_layers_of_the_modules_compute_the_same_as_the_model(family):
     ids = tokens(2, 40)
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
-        runner = Runner(model, layers, cache=CANDIDATES[0].cache)
-        hidden = torch.cat([runner.hidden(chunk) for chunk in ids.split(17, dim=1)], 1)
-        torch.testing.assert_close(model.lm_head(hidden), wanted, atol=5e-5, rtol=1e-4)
+        for own in (None, layers):
+            runner = Runner(model, own, cache=CANDIDATES[0].cache, rollback=1)
+            hidden = torch.cat([runner.hidden(chunk) for chunk in ids.split(17, dim=1)], 1)
+            torch.testing.assert_close(model.lm_head(hidden), wanted, atol=5e-5, rtol=1e-4)
+            runner.truncate(39)
+            torch.testing.assert_close(
+                runner.step(ids[:, 39:]), wanted[:, 39:], atol=5e-5, rtol=1e-4
+            )
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_runner_shares_the_weights_and_changes_no_configuration():
+    model = tiny("llama")
+    layers = [attention_of(module) for module in attention_modules(model).values()]
+    before = model.config.to_dict()
+    runner = Runner(model, [spell_out(layer) for layer in layers], cache="auto")
+    assert runner.layers[0].kind == "MHA" and model.config.to_dict() == before
+    own = {each.data_ptr() for each in model.parameters()}
+    shared = [each.data_ptr() in own for name, each in runner.model.named_parameters()
+              if "k_proj" not in name and "v_proj" not in name]  # fmt: skip
+    assert all(shared) and len(own) > len(layers)
 
 
 @torch.no_grad()
@@ -36,7 +54,8 @@ def test_layers_are_converted_once_when_the_first_row_needs_them(texts, monkeypa
     work = Work(lambda *given: None, total=0)
     assert len(runners.missing) == 2  # two key heads have no divisor between 1 and themselves
     found = {each.key: runners.of(each, work) for each in named[:2]}
-    assert found["shipped"].layers == found["int8"].layers == shipped and not calls
+    assert [layer.kind for layer in found["int8"].layers] == [layer.kind for layer in shipped]
+    assert not calls
     found |= {each.key: runners.of(each, work) for each in named[2:]}
     assert [len(each) for each in calls] == [2] and not runners.missing
     assert found["mqa"].layers[0].kind == "MQA" and found["mha"].layers[0].kind == "MHA"

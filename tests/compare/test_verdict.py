@@ -101,14 +101,15 @@ def test_both_perplexities_are_in_the_sentence_and_the_worse_one_decides():
     assert "at the same perplexity (+3.2% token by token) and" in verdict([SHIPPED, pages])
 
 
-def test_a_perplexity_inside_its_interval_decides_nothing():
-    """Of few tokens, 3.2 % more is chance: the row counts as no worse, and the sentence says so."""
-    pages = row("GQA, K4V4 cache", 6_480.0, 13.7, STEP, decoded=13.0, error=0.04)
+@pytest.mark.parametrize(("error", "best"), [(0.02, "K4V4"), (0.04, "int8")])
+def test_a_perplexity_inside_its_interval_decides_nothing(error, best):
+    """1.2 % more may be chance: the row counts as no worse, and the sentence says so, unless the
+    interval is so wide that 5 % more may be true."""
+    pages = row("GQA, K4V4 cache", 6_480.0, 13.7, STEP, decoded=12.75, error=error)
     int8 = row("GQA, int8 cache", 12_240.0, 13.546, STEP, decoded=12.6)
-    assert verdict([SHIPPED, pages, int8]).startswith(
-        "For memory alone, GQA, K4V4 cache is the best of these: it keeps 14% of the shipped cache "
-        "at no measurable difference in perplexity and decodes"
-    )
+    said = verdict([SHIPPED, pages, int8])
+    assert said.startswith(f"For memory alone, GQA, {best} cache is the best of these: it keeps")
+    assert ("at no measurable difference in perplexity" in said) is (best == "K4V4")
 
 
 def test_a_perplexity_that_is_not_a_number_is_worse():

@@ -9,7 +9,7 @@ import torch
 from costs import REAL as real_cost
 from measured_layers import cache_of, layer_of
 from regard import KVCache, SlidingCache
-from regard.hf.generating.caches import maker_of
+from regard.hf.generating.caches import KINDS, NAMES
 from regard.plan.cache_bytes import coded_keys, coded_tokens, pages
 from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload, storages_of
 
@@ -181,7 +181,8 @@ def test_codes_of_a_window_are_dropped_as_its_numbers_are(cost):
     for window in (5, 100, 700):
         layer = replace(GQA, window=window)
         for name in ("int8", "int4", "K8V8", "K8V4", "K6V4", "K4V4"):
-            cache = maker_of(name)(window)
+            kind, options = NAMES[name]
+            cache = KINDS[kind](**options)(window)
             found = allocated(cost, layer, STORAGES[name], context=300, batch=2)
             assert found == grown(cache, 300, 8, 8)
             assert cache.nbytes == needed(cost, layer, STORAGES[name], context=301, batch=2)

@@ -12,7 +12,7 @@ from regard.compiling import compiled_from
 
 LOW = np.int32(0xFFFF)  # the bits of a float32 that a bfloat16 does not have
 SIGNATURE = types.void(types.voidptr, types.voidptr, types.voidptr, types.int64, types.int64)
-part = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
+part = numba.njit(forceinline=True, error_model="numpy")  # a part of the kernel that calls it
 bytes_of = part(layout.bytes_of)
 
 

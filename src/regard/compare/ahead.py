@@ -12,12 +12,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from regard.compare.candidates import Candidate, as_shipped
+from regard.cache import QuantizedCache
+from regard.cache.quantized import streams_with_room
+from regard.compare.candidates import Candidate
+from regard.convert.targets import Target
 from regard.layers.attention import Attention
+from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import Causal
+from regard.rope import Rotary
 
 
 @contextmanager
@@ -29,8 +36,8 @@ def kernels_ahead(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> Iterator[None]:
-    """While the block runs, a forked process compiles the kernels that rows without a conversion
-    decode with, by the heads in the config.json of a folder. A kernel that is not stored when it is
+    """While the block runs, a forked process compiles the kernels that rows decode with, in their
+    order, by the heads in the config.json of a folder. A kernel that is not stored when it is
     needed is compiled there. Call it before torch starts threads: a fork cannot use them.
     """
     if sys.platform != "linux" or device != "cpu":
@@ -56,18 +63,52 @@ def kernels_ahead(
 def compile_kernels(
     model: Path, candidates: Sequence[Candidate], *, context: int, dtype: str | None = None
 ) -> None:
-    """Decode one token of one layer, with the cache of each row without a conversion."""
-    from regard.hf.generating.caches import maker_of
+    """Run a layer of each row with its cache: a prefill, a step, and a step that is repeated."""
+    from regard.hf.generating.caches import KINDS, NAMES
 
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    layer = Attention(head_dim, heads, num_kv_heads=kv_heads, head_dim=head_dim, mask=Causal())
-    layer.to(getattr(torch, dtype or "float32"))
-    keys = layer.q_proj.weight.new_zeros(1, kv_heads, context, head_dim)
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    sizes: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": width}
+    own = Attention(config["hidden_size"], heads, **sizes, rope=Rotary(width), mask=Causal())
+    x = torch.zeros(1, context, own.hidden_size, dtype=getattr(torch, dtype or "float32"))
     for each in candidates:
-        if each.choose is as_shipped and isinstance(each.cache, str):
-            cache = maker_of(each.cache)(None)
-            cache.update(keys, keys)
-            layer(keys[:, 0, :1], cache=cache)
+        if isinstance(each.cache, str):
+            kind, options = NAMES[each.cache]
+            with suppress(ValueError):  # the model cannot have this row
+                layer = _layer(own, each.choose([own], x.dtype)).to(x.dtype)
+                _run(layer, KINDS[kind](**options)(None), x)
+
+
+def _layer(own: Attention, target: Target | None) -> Any:
+    """The layer whose kernels a row decodes with: that of the model, or DeepSeek's MLA."""
+    if target is None or target.kind != "deepseek":
+        return own
+    return MultiHeadLatentAttention(
+        own.hidden_size,
+        own.num_heads,
+        kv_lora_rank=target.rank - target.portable,
+        qk_nope_head_dim=own.head_dim,
+        qk_rope_head_dim=target.rope_dim,
+        v_head_dim=own.head_dim,
+        rope=Rotary(target.rope_dim),
+        mask=own.mask,
+    )
+
+
+def _run(layer: Any, cache: Any, x: Tensor) -> None:
+    """Fill a cache and decode; then a step of compiled code alone, as an installed model repeats it
+    (`regard.hf.running.steps`)."""
+    from regard.ops.kernels.encoding import codes_of  # imports numba
+    from regard.ops.kernels.stepping import Plan
+
+    layer(x, cache=cache)
+    layer(x[:, :1], cache=cache)
+    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
+    codes = codes_of(streams)
+    if codes is not None and isinstance(layer, Attention):
+        heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        q, k = (x.new_zeros(1, count, 1, width) for count in (heads, kv_heads))
+        step = Plan.of(x.dtype, 1, heads, kv_heads, width, width, *codes)
+        step.run(q, k, k, *streams, cache.length, signed=False, scale=1.0)

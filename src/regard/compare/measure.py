@@ -251,8 +251,7 @@ class Steps:
 
     def __init__(self, sample: Sample, window: Int[Tensor, " L"]) -> None:
         start = max(0, len(window) - 1 - DECODED)
-        for cache in sample.runner.caches:
-            cache.truncate(start)
+        sample.runner.truncate(start)
         self.sample, self._following = sample, window[start + 1 :]
         self._tokens = chain(window[start:-1].split(1), repeat(window[-1:]))
         self._logits: list[Tensor] = []

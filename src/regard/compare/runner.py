@@ -16,36 +16,36 @@ from regard.compare.work import CONVERTING, Work
 from regard.convert.converting import convert
 from regard.convert.targets import Target
 from regard.hf.families.finding import attention_modules
-from regard.hf.generating.predicting import hidden_states
-from regard.hf.placing.placed import window_of
-from regard.hf.running.binding import all_bound, calling
+from regard.hf.families.layers import attention_of
+from regard.hf.generating.cache_of_model import cache as cache_for
+from regard.hf.generating.watching import argument_of
+from regard.hf.placing.place import place, sharing
+from regard.hf.running.installing import install
 from regard.layers.attention import Attention
 
 
 class Runner:
-    """Runs a causal language model with `layers` in place of its attention modules.
+    """Runs a causal language model as its users do: with regard installed, and one of its caches.
 
-    The model is changed only during a call; embeddings, norms, MLPs and head are its own. `layers`
-    count positions and mask later tokens themselves.
+    The model is not changed: a copy that shares its weights runs, in which `layers` are placed.
 
     Args:
         model: a transformers model of a known family.
-        layers: one for each attention module, in order.
-        cache: the name of a cache as `regard.hf.cache` takes it, in which layers with a window hold
-            it; or a function that builds one layer's cache.
-        rollback: tokens that can be taken back from windows.
+        layers: one for each attention module, in order; the model's own attention if None.
+        cache: as `regard.hf.cache` takes it: a name, or a function that builds one layer's cache.
+        rollback: tokens that can be taken back from the windows of a cache with a name.
+
+    Raises:
+        ValueError: if the layers cannot be placed in a model of this class (`regard.hf.place`).
 
     Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from regard import QuantizedCache
         >>> from regard.compare import Runner
-        >>> from regard.hf import attention_modules, attention_of
         >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
         ...     num_hidden_layers=2, intermediate_size=16)
-        >>> model = LlamaForCausalLM(config).eval()
-        >>> layers = [attention_of(module) for module in attention_modules(model).values()]
-        >>> runner = Runner(model, layers, cache=QuantizedCache)
+        >>> runner = Runner(LlamaForCausalLM(config).eval(), cache=QuantizedCache)
         >>> with torch.no_grad():
         ...     hidden = runner.hidden(torch.tensor([[3, 4, 5]]))
         ...     logits = runner.step(torch.tensor([[6]]))
@@ -56,55 +56,48 @@ class Runner:
     def __init__(
         self,
         model: Any,
-        layers: Sequence[nn.Module],
+        layers: Sequence[nn.Module] | None = None,
         *,
         cache: str | Callable[[], Cache],
         rollback: int = 0,
     ) -> None:
-        self.model = model
-        self.modules = list(attention_modules(model).values())
-        self.layers = list(layers)
-        self._new_caches = _makers(self.layers, cache, rollback)
-        self.caches: list[Cache] = []
-        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self.model = sharing(model)
+        if layers is not None:
+            place(self.model, layers)
+        self.layers = list(layers or map(attention_of, attention_modules(model).values()))
+        install(self.model)
+        options = {"rollback": rollback} if isinstance(cache, str) else {}
+        self._new_cache = partial(cache_for, self.model.base_model, cache, **options)
         self.reset()
 
     def reset(self) -> None:
         """Empty the caches."""
-        self.caches = [make() for make in self._new_caches]
-        self._forwards = [
-            (module, calling(partial(layer, cache=cache)))
-            for module, layer, cache in zip(self.modules, self.layers, self.caches, strict=True)
-        ]
+        self._cache = self._new_cache()
+        self._given = argument_of(self.model, self._cache) | {"use_cache": True}
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens in the caches."""
+        self._cache.truncate(length)
 
     def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
         """The last hidden states of these tokens, which follow those in the caches."""
-        with all_bound(self._forwards):
-            hidden: Tensor = hidden_states(self.model, tokens)
+        hidden: Tensor = self.model.base_model(input_ids=tokens, **self._given).last_hidden_state
         return hidden
 
     def step(self, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B 1 V"]:
         """One decoding step: the logits after one more token."""
-        with all_bound(self._forwards):
-            logits: Tensor = self.model(input_ids=token, use_cache=False).logits
+        logits: Tensor = self.model(input_ids=token, **self._given).logits
         return logits
+
+    @property
+    def caches(self) -> list[Cache]:
+        """The caches of the attention layers."""
+        return [layer.cache for layer in self._cache.layers if hasattr(layer, "cache")]
 
     @property
     def cache_bytes(self) -> int:
         """Bytes in the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)
-
-
-def _makers(
-    layers: Sequence[nn.Module], cache: str | Callable[[], Cache], rollback: int
-) -> list[Callable[[], Cache]]:
-    """For each layer the function that builds its cache."""
-    if not isinstance(cache, str):
-        return [cache] * len(layers)
-    from regard.hf.generating.caches import maker_of
-
-    make = maker_of(cache, rollback=rollback)
-    return [partial(make, window_of(layer)) for layer in layers]
 
 
 class Runners:
@@ -135,7 +128,7 @@ class Runners:
         self._targets = {each.name: _target(each, shipped, dtype) for each in candidates}
         wanted = (each for each in self._targets.values() if isinstance(each, Target))
         self._names = {each: converted_cache.name_of(each, shipped, tokens) for each in wanted}
-        self._made: dict[Target | None, Sequence[nn.Module] | str] = {None: shipped}
+        self._made: dict[Target | None, Sequence[nn.Module] | str | None] = {None: None}
         for target, name in self._names.items():
             if (layers := converted_cache.find(name, shipped)) is not None:
                 self._made[target] = layers
@@ -160,7 +153,10 @@ class Runners:
         layers = self._made[target]
         if isinstance(layers, str):
             return layers
-        return Runner(self._model, layers, cache=candidate.cache, rollback=self._rollback)
+        try:
+            return Runner(self._model, layers, cache=candidate.cache, rollback=self._rollback)
+        except ValueError as objection:
+            return str(objection)
 
     def _convert(self, work: Work) -> None:
         missing = self.missing

@@ -2,7 +2,7 @@
 
 Every row in them comes with its cache, both perplexities and its decode speed. Quality is the worse
 of the two perplexities: a cache may read a chunk's own tokens before they are rounded. A difference
-that lies inside of its interval decides nothing, and is called none.
+that lies inside of its interval is called none; a wide interval does not show that there is none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,8 @@ from types import MappingProxyType
 from regard.compare.measure import Row
 from regard.turns import Ratio
 
-NO_WORSE = 1.01  # of the shipped perplexity: up to it the quality counts as the same
+NO_WORSE = 1.01  # of the shipped perplexity: the quality is the same unless more was measured, and
+UNKNOWN = 1.05  # more than this cannot be excluded
 NOTHING_BESIDE = "Only the attention as shipped ran, so there is nothing to compare it with."
 NOTHING_SHIPPED = "The attention as shipped did not run, so there is nothing to compare with."
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -75,9 +76,10 @@ def _speed(speed: Ratio | None, reason: str | None) -> str:
 
 
 def _keeps_quality(row: Row) -> bool:
-    """Whether neither perplexity was measured to be worse than the shipped row's."""
-    ratios = (row.perplexity_ratio, row.decode_perplexity_ratio)
-    return all(each.value <= NO_WORSE for each in ratios if each is not None and each.differs)
+    """Whether both perplexities are known well enough, and neither was measured to be worse than
+    the shipped row's."""
+    ratios = [each for each in (row.perplexity_ratio, row.decode_perplexity_ratio) if each]
+    return all(each.low <= NO_WORSE and each.high <= UNKNOWN for each in ratios)
 
 
 def _change(ratio: Ratio | None, sentence: str, none: str) -> str:

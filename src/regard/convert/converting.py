@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from regard.convert.exact.expand import spell_out
 from regard.convert.lossy.allocating import allot, importance
-from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk, watch
+from regard.convert.lossy.calibrate import Made, Make, Step, refitted, walk, watch
 from regard.convert.lossy.decouple import common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, energies_of, latentize
 from regard.convert.lossy.regroup import regroup
+from regard.convert.lossy.sensitivity import gradients_of
 from regard.convert.recording import recording
 from regard.convert.targets import Target, check_fits
 from regard.hf.families.finding import attention_modules
@@ -126,9 +127,12 @@ def convert(
     lossy = [each for each in made.values() if not each.layers]
     if lossy:
         _check_text(tokens)
+        gradients = _Gradients()
+        makers = [
+            _maker(model, each.target, shipped, tokens, gradients, progress) for each in lossy
+        ]
         makes = [
-            _appending(each, list(modules), _maker(model, each.target, shipped, tokens, progress))
-            for each in lossy
+            _appending(each, list(modules), make) for each, make in zip(lossy, makers, strict=True)
         ]
         walk(model, tokens, makes, progress=partial(progress, "layers"))
     return [made[target] for target in targets]
@@ -163,6 +167,7 @@ def _maker(
     target: Target,
     shipped: Sequence[Attention],
     tokens: Tensor,
+    gradients: "_Gradients",
     progress: Progress,
 ) -> Callable[[Step], nn.Module]:
     """The function that converts one layer, after choosing what all layers share."""
@@ -177,7 +182,15 @@ def _maker(
         )
     if target.kind == "exact-rope":
         ranks = _ranks(model, target, shipped, tokens, progress)
-        return lambda step: _latent(step.module, ranks[step.index], step.x)
+        return lambda step: (
+            latentize(
+                attention_of(step.module),
+                rank=ranks[step.index],
+                covariance=step.moments.covariance,
+                inputs=step.x,
+                gradients=gradients.of(step),
+            ).layer
+        )
     counts = _counts(model, target, shipped, tokens) if target.portable else None
     rank = target.rank - target.portable
     return lambda step: (
@@ -188,14 +201,22 @@ def _maker(
             covariance=step.moments.covariance,
             counts=counts,
             inputs=step.x,
+            gradients=gradients.of(step),
         ).layer
     )
 
 
-def _latent(module: nn.Module, rank: int, x: Float[Tensor, "N L E"]) -> nn.Module:
-    moments = moments_of(x)
-    layer = attention_of(module)
-    return latentize(layer, rank=rank, covariance=moments.covariance, inputs=x).layer
+class _Gradients:
+    """The gradients of one layer at a time, over the model's own inputs: over those behind
+    converted layers they are nearly the same, and so all conversions share them."""
+
+    def __init__(self) -> None:
+        self._of: tuple[nn.Module, Tensor] | None = None
+
+    def of(self, step: Step) -> Float[Tensor, "T R"]:
+        if self._of is None or self._of[0] is not step.module:
+            self._of = step.module, gradients_of(attention_of(step.module), step.own)
+        return self._of[1]
 
 
 def _ranks(

@@ -1,6 +1,5 @@
 """The job of `regard convert`: check, load, measure, convert, place, heal, measure, save."""
 
-import copy
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.hf.loading.checkpoints import load, skeleton, stored_dtype
-from regard.hf.placing.place import has_placed_layers, place
+from regard.hf.placing.place import has_placed_layers, place, sharing
 from regard.rates import processor
 
 MEASURED = 2  # windows of each text to measure on
@@ -90,7 +89,8 @@ def run_job(
     texts = _Texts.of(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
     before = measure(model, texts.measured, stored)
-    shipped = _sharing(model, job.low_memory)
+    # with weights on disk, a step takes as long as reading them: speeds are then not measured
+    shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
     unhealed, healing = None, None
@@ -127,15 +127,6 @@ def run_job(
 def _loaded(job: Job, progress: Progress) -> tuple[Any, Any]:
     """The model in float32, in which conversions are computed, and its tokenizer."""
     return load(job.model, device=job.device, low_memory=job.low_memory, progress=progress)
-
-
-def _sharing(model: Any, low_memory: bool) -> Any:
-    """A copy with the same parameters, which keeps the shipped attention when the model's own is
-    replaced; None if the weights are on disk, since a step then takes as long as reading them."""
-    if low_memory:
-        return None
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(each): each for each in tensors})
 
 
 @torch.no_grad()

@@ -129,12 +129,14 @@ class Step:
         module: the model's attention module.
         x: the inputs that it will have behind the converted layers, `[N, L, hidden_size]`.
         target: the best outputs: with them the residual stream is the model's own again.
+        own: the inputs that the module has in the model itself.
 
     Examples:
         >>> import torch
         >>> from torch import nn
         >>> from regard.convert import Step
-        >>> step = Step(0, nn.Identity(), torch.ones(1, 4, 2), torch.ones(1, 4, 2))
+        >>> x = torch.ones(1, 4, 2)
+        >>> step = Step(0, nn.Identity(), x, target=x, own=x)
         >>> step.moments.tokens
         4
     """
@@ -143,6 +145,7 @@ class Step:
     module: nn.Module
     x: Float[Tensor, "N L E"]
     target: Float[Tensor, "N L E"]
+    own: Float[Tensor, "N L E"]
 
     @property
     def moments(self) -> Moments:
@@ -204,12 +207,12 @@ def walk(
     for index, (block, module) in enumerate(blocks):
         progress(index, len(blocks))
         run = _Block(block, module, arguments[index])
-        after, out = run.original(hidden)
+        after, own, out = run.original(hidden)
         added = run.adds(hidden[:1], out[:1])
         for which, make in enumerate(makes):
             mine = converted[which]
             target = out + (hidden - mine) if added else out
-            made = make(Step(index, module, run.inputs(mine), target))
+            made = make(Step(index, module, run.inputs(mine), target, own))
             if isinstance(made, Made):
                 converted[which] = run.with_output(made.out, mine)
             else:
@@ -226,10 +229,11 @@ class _Block:
     def __init__(self, block: nn.Module, module: nn.Module, given: dict[str, Any]) -> None:
         self.block, self.module, self.given = block, module, given
 
-    def original(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of the block, and the outputs of its attention."""
+    def original(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The outputs of the block, and the inputs and outputs of its attention."""
         with recording([self.module]) as (calls,):
-            return self._run(hidden), torch.cat([call.out for call in calls])
+            after = self._run(hidden)
+        return after, torch.cat([each.x for each in calls]), torch.cat([each.out for each in calls])
 
     def adds(self, hidden: Tensor, out: Tensor) -> bool:
         """Whether the block adds the output of its attention, unchanged, to the residual stream.

@@ -133,6 +133,7 @@ def decouple(
     covariance: Float[Tensor, "E E"],
     counts: Sequence[int] | None = None,
     inputs: Float[Tensor, "*N L E"] | None = None,
+    gradients: Float[Tensor, "T R"] | None = None,
 ) -> Lossy[MultiHeadLatentAttention]:
     """The attention as DeepSeek's MLA: a latent of `rank`, a rotary key of `rope_dim` channels.
 
@@ -145,7 +146,8 @@ def decouple(
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
         counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
             several layers share one list; those with the most harm if None.
-        inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
+        inputs, gradients: windows of the inputs themselves, which improve the fit, and gradients
+            over the text, as `latentize` takes them.
 
     Raises:
         ValueError: if the layer has no plain rotary embedding, norms its keys, has a gate or sinks,
@@ -168,7 +170,9 @@ def decouple(
         rotated = largest(found.harm, rope_dim)
     else:
         rotated = _by_counts(found, rope_dim, counts)
-    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
+    metric = None
+    if inputs is not None:
+        metric, covariance = sensitivity(layer, inputs, gradients)
     return from_components(layer, found, rotated, rank=rank, covariance=covariance, metric=metric)
 
 

@@ -55,6 +55,7 @@ def latentize(
     rank: int,
     covariance: Float[Tensor, "E E"],
     inputs: Float[Tensor, "*N L E"] | None = None,
+    gradients: Float[Tensor, "T R"] | None = None,
 ) -> Lossy[LatentKVAttention]:
     """The attention over a joint latent of `rank` elements a token, chosen by calibration.
 
@@ -65,6 +66,8 @@ def latentize(
             thousand tokens are enough.
         inputs: windows of the inputs themselves. They improve the fit: errors count by what they
             do to the layer's outputs over them, and the covariance is theirs.
+        gradients: of the outputs by keys and values over the text (`sensitivity`), if they are
+            known already.
 
     Raises:
         ValueError: as `as_latent`, or if the rank or the covariance does not fit.
@@ -87,7 +90,9 @@ def latentize(
             f"covariance is of inputs of width {covariance.shape[0]}, the layer reads "
             f"{layer.hidden_size}; gather it with watch([layer])"
         )
-    metric, covariance = sensitivity(layer, inputs) if inputs is not None else (None, covariance)
+    metric = None
+    if inputs is not None:
+        metric, covariance = sensitivity(layer, inputs, gradients)
     up, down, lost = directions_of(weight, covariance, rank, metric)
     return Lossy(_build(layer, down, up), lost)
 

@@ -21,7 +21,9 @@ SHRINKAGE = 0.1  # of its diagonal, added to the metric: what two channels share
 
 
 def sensitivity(
-    layer: Attention, inputs: Float[Tensor, "*N L E"]
+    layer: Attention,
+    inputs: Float[Tensor, "*N L E"],
+    gradients: Float[Tensor, "T R"] | None = None,
 ) -> tuple[Float64[Tensor, "R R"], Float64[Tensor, "E1 E1"]]:
     """The metric of errors of keys stacked on values, and the covariance of the inputs.
 
@@ -31,6 +33,7 @@ def sensitivity(
     Args:
         layer: MHA, GQA or MQA.
         inputs: of the layer over some text; windows of it.
+        gradients: of the same tokens, from `gradients_of`; over these inputs if None.
 
     Examples:
         >>> import torch
@@ -40,15 +43,32 @@ def sensitivity(
         >>> metric.shape, covariance.shape
         (torch.Size([16, 16]), torch.Size([17, 17]))
     """
+    slopes = (gradients_of(layer, inputs) if gradients is None else gradients).double()
+    metric = slopes.mT @ slopes / len(slopes)
+    metric += SHRINKAGE * metric.diagonal().clamp_min(1e-300).diag()
+    weights = (torch.linalg.solve(metric, slopes.mT).mT * slopes).sum(1)
+    weights = weights / weights.mean() if float(weights.sum()) > 0 else torch.ones_like(weights)
+    x = F.pad(inputs.flatten(0, -2).double(), (0, 1), value=1.0)
+    return metric, (weights[:, None] * x).mT @ x / len(x)
+
+
+def gradients_of(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float[Tensor, "T R"]:
+    """For each token, the gradient of the outputs' sum with random signs by its keys and values.
+
+    Args:
+        layer: MHA, GQA or MQA.
+        inputs: of the layer over some text; windows of it.
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention
+        >>> from regard.convert.lossy.sensitivity import gradients_of
+        >>> gradients_of(GroupedQueryAttention(16, 4, 2), torch.randn(2, 8, 16)).shape
+        torch.Size([16, 16])
+    """
     chance = torch.Generator("cpu").manual_seed(0)
     windows = inputs.reshape(-1, *inputs.shape[-2:])
-    gradients = torch.cat([_gradient(layer, window, chance) for window in windows]).double()
-    metric = gradients.mT @ gradients / len(gradients)
-    metric += SHRINKAGE * metric.diagonal().clamp_min(1e-300).diag()
-    weights = (torch.linalg.solve(metric, gradients.mT).mT * gradients).sum(1)
-    weights = weights / weights.mean() if float(weights.sum()) > 0 else torch.ones_like(weights)
-    x = F.pad(windows.flatten(0, 1).double(), (0, 1), value=1.0)
-    return metric, (weights[:, None] * x).mT @ x / len(x)
+    return torch.cat([_gradient(layer, window, chance) for window in windows])
 
 
 def _gradient(layer: Attention, window: Tensor, chance: torch.Generator) -> Tensor:

@@ -243,19 +243,3 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a cache: its kin
     "int4": ("quantized", {"bits": 4, "group": 32}),
     **{name: ("quantized", {"format": name}) for name in FORMATS},
 }
-
-
-def maker_of(name: str, **options: Any) -> Callable[[int | None], Cache]:
-    """The function that makes the cache of this name for a layer with a window, or None.
-
-    Args:
-        name: of `NAMES`, but for pages.
-        **options: of its kind, besides those of the name.
-
-    Examples:
-        >>> make = maker_of("int8", rollback=3)
-        >>> make(None), make(16)
-        (QuantizedCache(bits=8, group=64), QuantizedWindow(16, rollback=3, bits=8, group=64))
-    """
-    kind, its = NAMES[name]
-    return KINDS[kind](**its, **options)

@@ -4,6 +4,7 @@ Layers of keys and values go into the model's own attention classes, so that it 
 Latent layers have no such class and are placed themselves (`regard.hf.placing.placed`).
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from types import MethodType
@@ -76,6 +77,12 @@ def place(model: Model, layers: Sequence[nn.Module]) -> Model:
 def has_placed_layers(model: nn.Module) -> bool:
     """Whether `place` has put latent layers of regard into a model of transformers."""
     return any(is_placed(module) for module in model.modules())
+
+
+def sharing(model: Model) -> Model:
+    """A copy of the modules of a model that shares all parameters and buffers with it."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(each): each for each in tensors})
 
 
 def _place_latent(model: Any, layers: Mapping[str, Any]) -> None:

@@ -61,7 +61,8 @@ def _difference(family: Family, module: Any, ours: Forward) -> str | None:
     """The first case in which the two forwards differ. A class that the table names is trusted
     where its own forward cannot be tried, as with weights that are spread over ranks."""
     named = FAMILIES.get(type(module).__name__) is family
-    with undisturbed(module), torch.random.fork_rng(devices=[]):
+    trained = not any(each.is_inference() for each in module.parameters())
+    with undisturbed(module), torch.set_grad_enabled(trained), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, case in _cases(family, module):
             own = None
@@ -72,6 +73,7 @@ def _difference(family: Family, module: Any, ours: Forward) -> str | None:
                 if own is None and named:
                     return None
                 return f"with {name}, it cannot be tried: {type(error).__name__}: {error}"
+            own, other = own.detach(), other.detach()
             near = 1e-4 if own.dtype in (torch.float32, torch.float64) else 5e-2
             far = float((own - other).abs().max() / own.abs().max().clamp_min(1e-9))
             if not far <= near:
@@ -97,7 +99,8 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     from transformers import DynamicCache
 
     one = next(module.parameters())
-    x = torch.randn(ROWS, TOKENS, _hidden_size(family, module)).to(one)
+    # A kernel for which a user waits seconds has no gradient, so none is compiled for a probe.
+    x = torch.randn(ROWS, TOKENS, _hidden_size(family, module)).to(one).requires_grad_() * 1
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).repeat(ROWS, 1, 1, 1)
     hidden[0, ..., :2] = True  # padding
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)

@@ -25,7 +25,7 @@ from regard.compiling import compiled_from
 from regard.ops.kernels import intrinsics
 from regard.ops.kernels.intrinsics import floats, halves, octets
 
-part = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
+part = numba.njit(forceinline=True, error_model="numpy")  # a part of the kernel that calls it
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 SOURCES = intrinsics, quantizing_kernel, layout  # modules whose code `keep` and `mix` contain
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,18 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 law', '1,234 laws', '2 queries')
     """
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """Numbers in ascending order as text.
+
+    Examples:
+        >>> ranges((0, 1, 2, 4, 6, 7))
+        '0-2, 4, 6-7'
+    """
+    runs = groupby(enumerate(indices), key=lambda each: each[1] - each[0])
+    listed = [[index for _, index in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listed)
 
 
 def one_of(

@@ -11,12 +11,13 @@ from rich.console import Console
 
 from interpreters import run_python
 from published_configs import PUBLISHED
-from regard.cli.describe import as_data, cache_of, ranges, shortened, show
+from regard.cli.describe import as_data, cache_of, shortened, show
 from regard.cli.describe import describe as verb
 from regard.cli.terminal import printable
 from regard.plan.building import describe_config
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, ModelShape
+from regard.words import ranges
 
 
 def described(name: str, shown: str = "") -> ModelShape:

@@ -91,7 +91,7 @@ def test_every_published_model_is_described(tmp_path: Path) -> None:
 
 
 def test_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json: give a folder"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist: give a folder"):
         describe(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"does not exist: give a folder"):
         describe(tmp_path / "nothing")

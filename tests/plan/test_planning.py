@@ -176,7 +176,7 @@ def test_rows_can_be_chosen():
         ({"cp": True}, "cp is a whole number"),
         ({"dtype": "int8"}, "dtype='int8' is not one of"),
         ({"block": -1}, "block is a whole number from 0 to 1,000,000, got -1"),
-        ({"block": 16, "page_size": 64}, "give page_size=64 or block=16, not both"),
+        ({"block": 16, "page_size": 64}, "pages of 64 tokens are blocks of their own"),
         ({"devices": ["x"]}, "device='x' is not one of"),
         ({"devices": ["t4"], "dtype": "bfloat16"}, "no rate of Tesla T4 in bfloat16"),
     ],
@@ -198,3 +198,8 @@ def test_an_encoder_has_no_plan():
     model = ModelShape(name="bert", architecture="bert", layers=(layer,), hidden_size=8)
     with pytest.raises(ValueError, match="bert is an encoder"):
         plan(model, context=10)
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        planned(GQA).context = 5

@@ -52,7 +52,7 @@ def pages(right, wrong, name):
 NBYTES = "test_cache_bytes:test_bytes_in_pages_are_those_of_the_cache"
 RELEASED = "test_cache_bytes:test_pages_before_a_window_are_released"
 PAPERS, SCALES = "test_bytes_of_a_token_in_papers", "test_scales_and_zeros_are_stored_with_codes"
-NEEDED = "work.batch * needed * token_bytes"
+NEEDED = "work.batch * stored_bytes(layer, storage, work, needed"
 MUTANTS = {
     "query heads for key heads": caches(
         "work.key_heads(layer) * (keys + values)", "layer.num_heads * (keys + values)", PAPERS
@@ -257,7 +257,7 @@ MUTANTS = {
         "tokens + 1 - layer.window", "tokens + 2 - layer.window", RELEASED
     ),
     "pages read as they were given": traffic(
-        "read = bytes_in_pages(layer, storage, work, keys, coded_keys(storage, work, keys))",
+        "read = stored_bytes(layer, storage, work, keys, coded_keys(storage, work, keys))",
         "read = keys * written",
         "test_a_step_reads_pages_as_they_are_stored",
     ),

@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.ops.bias import RelativeBias
 from regard.plan.modules import shape_of
 from regard.plan.sent import backward_sums, forward_sums, sum_sent
-from regard.plan.shapes import Workload
+from regard.plan.shapes import Workload, replicas
 
 
 class Bytes(NamedTuple):
@@ -22,13 +22,22 @@ def bytes_sent(layer, *, ranks, batch, length, context_length=None, dtype=torch.
     """Also for what a shape does not have: contexts, and biases of scores and of norms."""
     keys = length if context_length is None else context_length
     work, shape = _workload(ranks, batch, length, dtype), shape_of(layer)
-    read, key_channels = _others(layer), None
+    read = _others(layer)
     if context_length is not None:
-        key_channels = layer.context_size
-        read.append(batch * keys * key_channels)
-    backward = backward_sums(shape, work, keys, key_channels)
+        read.append(batch * keys * layer.context_size)
+    backward = backward_sums(shape, work)
     backward += sum(sum_sent(elements, ranks, dtype.itemsize) for elements in read)
-    return Bytes(forward_sums(shape, work, length, keys), backward)
+    of_context = 0
+    if shape.qk_norm == "width":  # a sum of squares for each key, not for each query
+        sums = (sum_sent(batch * tokens, ranks, dtype.itemsize) for tokens in (keys, length))
+        of_context = next(sums) - next(sums)
+    widths = () if context_length is None else (shape.head_dim, shape.v_head_dim)
+    for width in widths:  # weights of key heads that several ranks have
+        channels = (layer.context_size, shape.hidden_size)
+        same = replicas(shape.num_kv_heads, ranks)
+        sums = (sum_sent(width * each, same, dtype.itemsize) for each in channels)
+        backward += next(sums) - next(sums)
+    return Bytes(forward_sums(shape, work, length) + of_context, backward + of_context)
 
 
 def _workload(ranks: int, batch: int, length: int, dtype: torch.dtype) -> Workload:

@@ -5,7 +5,8 @@ imports it once its options are checked: help, the version and refused options t
 """
 
 import sys
-from importlib import metadata
+
+from regard import __version__
 
 MISSING = "the regard command needs {}: python -m pip install 'regard[cli]'\n"
 
@@ -18,7 +19,7 @@ def main() -> None:
         if error.name is None or error.name.partition(".")[0] not in ("typer", "rich", "click"):
             raise
         if sys.argv[1:] == ["--version"]:
-            sys.stdout.write(f"regard {metadata.version('regard')}\n")
+            sys.stdout.write(f"regard {__version__}\n")
             sys.exit(0)
         sys.stderr.write(MISSING.format(error.name))
         sys.exit(2)

@@ -5,16 +5,17 @@ An error of the user is a sentence and exit code 2.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from regard.cli.options import VERBS, app
+import regard
+from regard.cli.options import app, verb
 from regard.cli.terminal import printable, wrapped
 
 for name in (
@@ -31,54 +32,27 @@ VERIFY_MISSING = (
 )
 
 
-def verb_of_regard_verify() -> Callable[..., None]:
-    """The function whose parameters are the options of the verb.
+try:
+    from regard_verify.command import verify
+except ModuleNotFoundError as error:
+    if error.name != "regard_verify":
+        raise
 
-    Raises:
-        ModuleNotFoundError: if a package other than regard-verify is missing.
-    """
-    try:
-        from regard_verify.command import verify
-    except ModuleNotFoundError as error:
-        if error.name != "regard_verify":
-            raise
-        return missing
-    return verify
+    def verify(  # type: ignore[misc]
+        arguments: Annotated[list[str] | None, typer.Argument(metavar="SUBJECT")] = None,
+    ) -> None:
+        """Check an attention of any origin; it needs the package regard-verify."""
+        raise ImportError(VERIFY_MISSING)
 
-
-def missing(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="SUBJECT")] = None,
-) -> None:
-    """Check an attention of any origin; it needs the package regard-verify."""
-    raise ImportError(VERIFY_MISSING)
-
-
-def add_verify() -> None:
-    """Add the verb to the command line of regard."""
-    verb = verb_of_regard_verify()
-    VERBS["verify"] = verb
-    first_line = (verb.__doc__ or "").partition("\n")[0]
-    lenient = {"ignore_unknown_options": True} if verb is missing else {}
-    app.command("verify", short_help=first_line, context_settings=lenient)(verb)
-
-
-add_verify()
+    verb(verify, context_settings={"ignore_unknown_options": True})
+else:
+    verb(verify)
 
 
 def _version(wanted: bool | None) -> None:
     if wanted:
-        sys.stdout.write(f"regard {_installed()}\n")
+        sys.stdout.write(f"regard {regard.__version__}\n")
         raise typer.Exit
-
-
-def _installed() -> str:
-    """The version: of the installed distribution, else of the source on the path."""
-    try:
-        return metadata.version("regard")
-    except metadata.PackageNotFoundError:
-        import regard
-
-        return regard.__version__
 
 
 @app.callback()

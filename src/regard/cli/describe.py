@@ -11,9 +11,9 @@ from rich.console import Console
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Json, start, verb
-from regard.cli.terminal import print_json, ranges, remarks, say, stdout
+from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.page.readable import readable_bytes
-from regard.words import counted
+from regard.words import counted, ranges
 
 if TYPE_CHECKING:
     from regard.plan import LayerShape, ModelShape

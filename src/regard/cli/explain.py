@@ -10,8 +10,8 @@ from rich.console import Console
 
 from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.terminal import print_json, printable, ranges, say, stdout, wrapped
-from regard.words import counted
+from regard.cli.terminal import print_json, printable, say, stdout, wrapped
+from regard.words import counted, ranges
 
 if TYPE_CHECKING:
     from regard.cli.explaining import Explained

@@ -16,7 +16,7 @@ MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an 
 
 
 def size(text: str, least: int = 1) -> Any:
-    """The option of a whole number, at least so large, and below the size of a mistake."""
+    """The option of a whole number from `least` on; above `MOST` it is refused as a mistake."""
 
     def check(value: int | None) -> int | None:
         if value is not None and value > MOST:
@@ -67,26 +67,23 @@ SPINS = 10_000
 VERBS: dict[str, Callable[..., None]] = {}  # by what is typed, as "show mask"
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a verb. It refuses wrong options first, then imports what it needs."""
-    return _added(app, function.__name__, function)
+SHOW = "Draw a mask, or where the heads of a model look."
+shows = typer.Typer(help=SHOW, no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(shows, name="show", short_help=SHOW)
 
 
-def group(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator as `verb`, for the verbs of a group: `show_mask` is typed `show mask`."""
-    verbs = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(verbs, name=name, short_help=text)
-    return lambda function: _added(verbs, function.__name__.replace("_", " ", 1), function)
+def verb(
+    function: Callable[..., None], *, of: typer.Typer = app, **settings: Any
+) -> Callable[..., None]:
+    """Make a function a verb. It refuses wrong options first, then imports what it needs.
 
-
-def _added(verbs: typer.Typer, typed: str, function: Callable[..., None]) -> Callable[..., None]:
+    A verb of the group `shows` has a name such as `show_mask`, and is typed `show mask`.
+    """
+    typed = function.__name__.replace("_", " ")
     VERBS[typed] = function
     first_line = (function.__doc__ or "").partition("\n")[0]
-    verbs.command(typed.split()[-1], short_help=first_line)(function)
+    of.command(typed.split()[-1], short_help=first_line, **settings)(function)
     return function
-
-
-show = group("show", "Draw a mask, or where the heads of a model look.")
 
 
 def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:

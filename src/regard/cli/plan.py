@@ -1,6 +1,6 @@
 """regard plan: what each attention that a model could have costs, from its sizes alone."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -298,14 +298,12 @@ def _sent(found: "Plan") -> str:
 
 def as_data(found: "Plan") -> dict[str, Any]:
     """A plan as data for JSON: layers that are alike are listed once."""
-    data = asdict(found) | {"rows": [_row_data(row) for row in found.rows]}
+    data = asdict(found) | {"rows": [_row_data(row, found.model) for row in found.rows]}
     data["model"]["num_layers"] = len(data["model"].pop("layers"))
     return data
 
 
-def _row_data(row: "Row") -> dict[str, Any]:
-    from regard.plan.shapes import distinct
-
+def _row_data(row: "Row", model: "ModelShape") -> dict[str, Any]:
     data = asdict(row)
     data["cost"] |= {
         "prefill_intensity": row.cost.prefill_intensity,
@@ -313,6 +311,6 @@ def _row_data(row: "Row") -> dict[str, Any]:
     }
     data["layers"] = [
         {"indices": list(indices), "kind": layer.kind, **asdict(layer)}
-        for layer, indices in distinct(row.layers).items()
+        for layer, indices in replace(model, layers=row.layers).distinct().items()
     ]
     return data

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,8 @@ from rich.text import Text
 
 from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.terminal import print_json, ranges, say, stdout, waiting
-from regard.words import counted
+from regard.cli.terminal import print_json, say, stdout, waiting
+from regard.words import counted, ranges
 
 if TYPE_CHECKING:
     from regard.see import AttentionMaps
@@ -59,7 +60,7 @@ class Asked:
         return any(each is not None for each in (self.layers, self.heads, self.queries, self.keys))
 
 
-@options.show
+@partial(options.verb, of=options.shows)
 def show_attention(
     model: options.OptionalModel = None,
     text: Annotated[str | None, typer.Option(help="The prompt.")] = None,

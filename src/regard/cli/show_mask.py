@@ -1,11 +1,12 @@
 """regard show mask: which keys each query may attend to, and why."""
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Html, Json, Png, Svg, show, size, start
+from regard.cli.options import Html, Json, Png, Svg, shows, size, start, verb
 from regard.cli.terminal import print_json, print_lines, stdout
 from regard.words import counted
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 LISTED = 1 << 20  # cells of which --json lists the visible ones: about 7 MB of text
 
 
-@show
+@partial(verb, of=shows)
 def show_mask(
     mask: Annotated[str, typer.Argument(help='A rule in quotes: "Causal() & SlidingWindow(4)".')],
     queries: Annotated[int | None, size("Queries; the mask's own, or as many as keys.")] = None,

@@ -5,9 +5,8 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -54,21 +53,6 @@ def printable(text: str) -> str:
         a\\x1b[31mb
     """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
-def ranges(indices: Iterable[int]) -> str:
-    """Indices as text.
-
-    Args:
-        indices: in order.
-
-    Examples:
-        >>> ranges((0, 1, 2, 4, 6, 7))
-        '0-2, 4, 6-7'
-    """
-    runs = groupby(enumerate(indices), key=lambda each: each[1] - each[0])
-    listed = [[index for _, index in run] for _, run in runs]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listed)
 
 
 def stdout(piped: int = PIPED) -> Console:

@@ -108,8 +108,8 @@ def _keep(call: Call, mask: Mask, span: Span) -> Bool[Tensor, "B H L S"]:
 
 
 def all_keys_visible(mask: Mask, span: Span) -> bool:
-    """Whether it is certain that every key is visible to some query: each block of keys as a whole
-    to the query at its end or, where there is none, to the last."""
+    """Whether every key is certainly visible to some query: the query at the last key of a block,
+    or else the nearest query, must see the whole block."""
     if isinstance(span.q_start, Tensor):
         return False
     for start in range(span.kv_start, span.kv_stop, BLOCK):

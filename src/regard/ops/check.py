@@ -202,7 +202,7 @@ def check_broadcasts(
 
 
 def default_span(mask: Mask, score_bias: object, num_queries: int, num_keys: int) -> Span:
-    """The span of a call without `span=`: from slot 0, where that cannot be a mistake.
+    """The span of a call without `span=`: queries and keys both begin at slot 0.
 
     With fewer queries than keys, a rule that depends on positions needs a span: to align the first
     query with the first key by accident is the most frequent causal-mask bug.

@@ -11,8 +11,7 @@ Examples:
 
 from regard.plan.cost import Cost, cost_of
 from regard.plan.describing import describe
-from regard.plan.planning import plan
-from regard.plan.rows import Plan, Row
+from regard.plan.planning import Plan, Row, plan
 from regard.plan.sent import Sent, sent_of
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Storage
 

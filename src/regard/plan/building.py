@@ -57,9 +57,9 @@ def describe_config(
         CheckpointError: naming the entry, or with the reason of transformers.
     """
     dtype, remarks = _dtype(values, file, inside)
-    architecture = _architecture(values, file, inside)
+    architecture, kind = _architecture(values, file, inside)
     with _errors(file, f"'{inside}model_type' {architecture!r}"):
-        config = _config(values, architecture)
+        config = _config(values, kind)
         text = config.get_text_config(decoder=True) if "text_config" in vars(config) else config
         _check_sizes(config, text, values, file, inside)
         layers, classes = _layers(_built(text), text)
@@ -77,8 +77,8 @@ def describe_config(
     )
 
 
-def _architecture(values: Mapping[str, Any], file: Path, inside: str) -> str:
-    """The architecture's name, which transformers knows."""
+def _architecture(values: Mapping[str, Any], file: Path, inside: str) -> tuple[str, Any]:
+    """The architecture's name, and its class of configurations in transformers."""
     require("transformers")
     name = values.get("model_type")
     if not isinstance(name, str):
@@ -89,18 +89,16 @@ def _architecture(values: Mapping[str, Any], file: Path, inside: str) -> str:
     if name not in CONFIG_MAPPING:
         rule = f"'{inside}model_type' cannot be described: transformers has no such architecture"
         raise refused(file, rule, name, UNKNOWN)
-    return name
+    return name, CONFIG_MAPPING[name]
 
 
-def _config(values: Mapping[str, Any], architecture: str) -> Any:
+def _config(values: Mapping[str, Any], kind: Any) -> Any:
     """Build the configuration object of transformers from a file's entries."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     given = {key: copy.deepcopy(value) for key, value in values.items() if key not in LEFT_OUT}
     for inner in given.values():
         for key in LEFT_OUT if isinstance(inner, dict) else ():
             inner.pop(key, None)
-    config = CONFIG_MAPPING[architecture].from_dict(given)
+    config = kind.from_dict(given)
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise ValueError("it has cross-attention, whose cache follows another sequence")
     return config
@@ -207,19 +205,15 @@ def _layers(model: nn.Module, text: Any) -> tuple[tuple[LayerShape, ...], dict[s
         if shared is None:
             latest[kind] = index
         shape = shape_of_module(module, text, kind, rotates=rotates, keys_of=shared)
-        _check_shape(shape)
+        if shape.num_heads % shape.num_kv_heads:
+            heads = f"{shape.num_kv_heads} key heads do not divide {shape.num_heads} query heads"
+            raise ValueError(heads)
         if shared is not None:
             reason = shapes[shared].unsupported or "keys and values are those of another layer"
             shape = replace(shape, unsupported=reason)
         shapes.append(shape)
         classes[type(getattr(module, "self", module)).__name__] = None
     return tuple(shapes), classes
-
-
-def _check_shape(shape: LayerShape) -> None:
-    if shape.num_heads % shape.num_kv_heads:
-        heads = f"{shape.num_kv_heads} key heads do not divide {shape.num_heads} query heads"
-        raise ValueError(heads)
 
 
 def _stack(model: nn.Module, text: Any) -> nn.ModuleList:
@@ -246,7 +240,7 @@ def _attention(layer: nn.Module, index: int) -> nn.Module:
 
 
 def _dtype(values: Mapping[str, Any], file: Path, inside: str) -> tuple[str, tuple[str, ...]]:
-    """The dtype of the cache, and a remark if the file's is not one of a cache."""
+    """The dtype of the cache, and a remark if the file names none."""
     inner = values.get("text_config")
     holders = [inner, values] if isinstance(inner, dict) else [values]
     given = [each.get(name) for name in ("dtype", "torch_dtype") for each in holders]

@@ -79,10 +79,8 @@ def cache_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     if layer.kind == "linear":
         return work.batch * layer.state_elements * work.itemsize
     needed = _needed(layer, work)
-    if not storage.page_size:
-        return work.batch * needed * token_bytes(layer, storage, work)
     coded = coded_tokens(storage, work, needed)
-    return work.batch * bytes_in_pages(layer, storage, work, needed, coded)
+    return work.batch * stored_bytes(layer, storage, work, needed, coded)
 
 
 def _needed(layer: LayerShape, work: Workload) -> int:
@@ -90,7 +88,7 @@ def _needed(layer: LayerShape, work: Workload) -> int:
     return tokens if layer.chunk is None else min(tokens, layer.chunk)
 
 
-def bytes_in_pages(
+def stored_bytes(
     layer: LayerShape, storage: Storage, work: Workload, tokens: int, coded: int
 ) -> int:
     """Bytes of so many tokens of one row, `coded` of which are codes if the storage has any."""
@@ -101,22 +99,23 @@ def bytes_in_pages(
 
 
 def coded_tokens(storage: Storage, work: Workload, needed: int) -> int:
-    """How many of the `needed` latest of all tokens lie in full pages after the first."""
-    return _coded(storage, work, work.tokens - needed)
+    """How many of the `needed` latest of all tokens are codes: those in full pages after the first,
+    or all in a cache without pages."""
+    return _coded(storage, work, needed, work.tokens)
 
 
 def coded_keys(storage: Storage, work: Workload, visible: int) -> int:
     """How many of the `visible` latest keys of the next token, its own included, are codes."""
-    return _coded(storage, work, work.tokens + 1 - visible)
+    return _coded(storage, work, visible, work.tokens + 1)
 
 
-def _coded(storage: Storage, work: Workload, start: int) -> int:
-    """Tokens from slot `start` on in full pages after the first.
+def _coded(storage: Storage, work: Workload, tokens: int, stop: int) -> int:
+    """How many of the `tokens` before slot `stop` are codes.
 
     A row's first page stays in the dtype's own bits, and so does its last one until it is full.
     """
-    page = storage.page_size
-    return max(0, page * (work.tokens // page) - max(page, start))
+    page, start = storage.page_size, stop - tokens
+    return max(0, page * (work.tokens // page) - max(page, start)) if page else tokens
 
 
 def pages(layer: LayerShape, page: int, work: Workload) -> tuple[int, int]:
@@ -148,7 +147,7 @@ def allocated_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
         plain, coded = (
             storage.page_size * count for count in pages(layer, storage.page_size, work)
         )
-        return work.batch * bytes_in_pages(layer, storage, work, plain + coded, coded)
+        return work.batch * stored_bytes(layer, storage, work, plain + coded, coded)
     tokens = _growing(work.tokens)
     if layer.window is not None:
         tokens = _sliding(layer.window, work.tokens)
@@ -171,9 +170,7 @@ def block_bytes(layer: LayerShape, storage: Storage, work: Workload, block: int)
     """Bytes of whole blocks of `block` tokens, as serving engines reserve them.
 
     Of a window, the blocks that it can touch while decoding; of chunks, those of one chunk.
-
-    Raises:
-        ValueError: if the storage is in pages, which are blocks of their own size.
+    A ValueError is raised for pages.
     """
     if storage.page_size:
         raise ValueError(

@@ -13,10 +13,10 @@ from operator import add
 
 from regard.plan.cache_bytes import (
     allocated_bytes,
-    bytes_in_pages,
     cache_bytes,
     coded_keys,
     coded_tokens,
+    stored_bytes,
     token_bytes,
 )
 from regard.plan.flops import (
@@ -170,11 +170,8 @@ def prefill_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     """
     check_known(layer)
     tokens = work.tokens
-    if not storage.page_size:
-        token = token_bytes(layer, storage, work)
-        return _moved(layer, work, tokens, read=work.context * token, written=tokens * token)
-    read = work.context * token_bytes(layer, STORAGES["plain"], work)
-    written = bytes_in_pages(layer, storage, work, tokens, coded_tokens(storage, work, tokens))
+    read = work.context * token_bytes(layer, _of_open_pages(storage), work)
+    written = stored_bytes(layer, storage, work, tokens, coded_tokens(storage, work, tokens))
     return _moved(layer, work, tokens, read=read, written=written)
 
 
@@ -186,12 +183,14 @@ def decode_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     """
     check_known(layer)
     keys = visible_keys(layer, work)
-    if not storage.page_size:
-        token = token_bytes(layer, storage, work)
-        return _moved(layer, work, 1, read=keys * token, written=token)
-    written = token_bytes(layer, STORAGES["plain"], work)
-    read = bytes_in_pages(layer, storage, work, keys, coded_keys(storage, work, keys))
+    written = token_bytes(layer, _of_open_pages(storage), work)
+    read = stored_bytes(layer, storage, work, keys, coded_keys(storage, work, keys))
     return _moved(layer, work, 1, read=read, written=written)
+
+
+def _of_open_pages(storage: Storage) -> Storage:
+    """The storage of tokens in open pages, or in a cache without pages."""
+    return STORAGES["plain"] if storage.page_size else storage
 
 
 def _moved(layer: LayerShape, work: Workload, tokens: int, *, read: int, written: int) -> int:

@@ -51,21 +51,21 @@ def describe(path: str | Path) -> ModelShape:
         >>> len(model.layers), model.layers[0].kind, model.layers[0].head_dim, model.layers[0].rope
         (16, 'GQA', 64, 'Rotary(64, theta=500000.0)')
     """
-    path = Path(path)
-    if path.is_dir():
+    path, in_folder = Path(path), Path(path).is_dir()
+    if in_folder:
         check_files(path)
-        if not (path / CONFIG).is_file():
-            raise FileNotFoundError(
-                f"{path} has no {CONFIG}: give a folder that has one, a {CONFIG} or a .gguf file"
-            )
-        return _described(path / CONFIG, path.resolve().name, _bytes_of_weights(path))
-    if not path.exists():
+    file = path / CONFIG if in_folder else path
+    if not file.exists() or file.is_dir():
         raise FileNotFoundError(
-            f"{path} does not exist: give a folder with {CONFIG}, a {CONFIG} or a .gguf file"
+            f"{file} does not exist: give a folder with {CONFIG}, a {CONFIG} or a .gguf file"
         )
-    if path.suffix.lower() == ".gguf":
-        return _describe_gguf(path)
-    return _described(path, path.resolve().parent.name, None)
+    if file.suffix.lower() == ".gguf":
+        return _describe_gguf(file)
+    values, name = read_json(file), file.parent.resolve().name
+    check_config(values, file)
+    weight_bytes = _bytes_of_weights(path) if in_folder else None
+    read = _describe_converted if values.get("model_type") == OWN else describe_config
+    return read(values, file, name, weight_bytes)
 
 
 def _bytes_of_weights(folder: Path) -> int | None:
@@ -75,14 +75,6 @@ def _bytes_of_weights(folder: Path) -> int | None:
         if files:
             return sum(file.stat().st_size for file in files)
     return None
-
-
-def _described(file: Path, name: str, weight_bytes: int | None) -> ModelShape:
-    values = read_json(file)
-    check_config(values, file)
-    if values.get("model_type") == OWN:
-        return _describe_converted(values, file, name, weight_bytes)
-    return describe_config(values, file, name, weight_bytes)
 
 
 def _describe_converted(

@@ -51,18 +51,9 @@ def _gpu(sheet: DeviceRates) -> Device:
     return Device(sheet.name, sheet.memory, flops, memory, sheet.source)
 
 
-_OTHERS = (
-    Device(
-        "AMD Instinct MI300X",
-        5.3e12,
-        {"float16": 1307.4e12, "bfloat16": 1307.4e12, "float32": 163.4e12},
-        192 * GIGABYTE,
-        "AMD Instinct MI300X data sheet",
-    ),
-)
-DEVICES: Mapping[str, Device] = {
-    _key(device.name): device for device in (*map(_gpu, DATA_SHEETS), *_OTHERS)
-}
+_AMD = "AMD Instinct MI300X"
+_MI300X = DeviceRates(_AMD, 5.3e12, 1307.4e12, 163.4e12, 163.4e12, f"{_AMD} data sheet", 192)
+DEVICES: Mapping[str, Device] = {_key(sheet.name): _gpu(sheet) for sheet in (*DATA_SHEETS, _MI300X)}
 
 
 def device_of(key: str) -> Device:

@@ -17,20 +17,14 @@ def model_from_sizes(
     window: int | None = None,
     dtype: str = "float32",
 ) -> ModelShape:
-    """A model whose layers all have these sizes.
+    """A model of `num_layers` layers of these sizes, which are those of `LayerShape`.
 
     Args:
-        hidden_size: channels of the hidden states.
-        num_heads: query heads.
-        num_kv_heads: key heads; as many as query heads if None.
-        head_dim: channels of a query or key; `hidden_size / num_heads` if None.
-        v_head_dim: channels of a value; if None those of a key, of MLA those of its part without
-            RoPE.
-        num_layers: of the model.
-        kv_lora_rank: of MLA, channels of its latent; None for heads.
-        q_lora_rank: of MLA, channels of the latent of queries.
-        qk_rope_head_dim: channels with RoPE; of MLA to be given, else all of a head if None.
-        window: keys that a query can see at most; None without.
+        num_kv_heads: as many as query heads if None.
+        head_dim: `hidden_size / num_heads` if None.
+        v_head_dim: if None `head_dim`, of MLA its part without RoPE.
+        kv_lora_rank: of MLA; None for key heads.
+        qk_rope_head_dim: required of MLA, else all channels of a head if None.
         dtype: of plain caches.
 
     Raises:

@@ -93,12 +93,13 @@ def shape_of(layer: Any) -> LayerShape:
 
 def _shape_of_heads(layer: Any, common: dict[str, Any]) -> LayerShape:
     """The sizes of a layer of regard with key heads."""
+    norm = "width" if getattr(layer, "norm_width", False) else "head"
     common |= {
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "v_head_dim": layer.head_dim,
         "qk_rope_head_dim": layer.rope.dim,
-        "qk_norm": _own_norm(layer),
+        "qk_norm": None if layer.q_norm is None else norm,
         "softcap": layer.softcap,
     }
     if isinstance(layer, TiedKVAttention):
@@ -110,13 +111,6 @@ def _shape_of_heads(layer: Any, common: dict[str, Any]) -> LayerShape:
         rank = layer.kv_lora_rank
         return LayerShape(**common, kv_lora_rank=rank, keys_by_position=True, latent_norm=False)
     return LayerShape(**common)
-
-
-def _own_norm(layer: Any) -> Literal["head", "width"] | None:
-    """The norm of queries and keys of a layer of regard."""
-    if layer.q_norm is None:
-        return None
-    return "width" if getattr(layer, "norm_width", False) else "head"
 
 
 def _own_gate(layer: Any) -> Literal["head", "channel"] | None:
@@ -193,11 +187,7 @@ def _biases(module: nn.Module) -> tuple[str, ...]:
     joined = ("q_proj", "k_proj", "v_proj") if fused is not None else ()
     of_each = {name: _linear(module, own) for name, own in PROJECTIONS.items()}
     of_each |= dict.fromkeys(joined, fused)
-    return tuple(name for name, linear in of_each.items() if _has_bias(linear))
-
-
-def _has_bias(linear: nn.Module | None) -> bool:
-    return getattr(linear, "bias", None) is not None
+    return tuple(name for name, each in of_each.items() if getattr(each, "bias", None) is not None)
 
 
 def _outputs(module: nn.Module, name: str) -> int | None:

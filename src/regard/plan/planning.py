@@ -1,19 +1,18 @@
 """Every attention that a model could have, with what it costs and the context that fits."""
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from regard.page.readable import readable_bytes, three_digits
 from regard.plan.cache_bytes import block_bytes, cache_bytes
 from regard.plan.candidates import Choice, choices
 from regard.plan.cost import Cost, cost_of, total_of
 from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
-from regard.plan.rows import Duration, Plan, Row
-from regard.plan.sent import sent_of
+from regard.plan.sent import Sent, sent_of
 from regard.plan.shapes import (
-    DTYPE_BYTES,
+    MOST,
     LayerShape,
     ModelShape,
     Storage,
@@ -23,15 +22,139 @@ from regard.plan.shapes import (
 )
 
 GIBIBYTE = 1 << 30
-MOST = {  # the largest numbers that are accepted: sums of bytes stay below 2**63 for real models
-    "context": 10**12,
-    "batch": 10**9,
-    "tp": 10**6,
-    "cp": 10**4,
-    "memory": 10**18,
-}
-Bytes = Callable[[LayerShape, Storage, Workload], int]  # of one layer
 TIMED = {"prefill": "visible_prefill_flops", "decode": "visible_decode_flops"}
+UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
+
+
+@dataclass(frozen=True)
+class Duration:
+    """The least time that a device needs for some work.
+
+    Args:
+        device: its key in `regard.plan.devices.DEVICES`, or `"this"`.
+        seconds: summed over layers, of each the larger of two times: its operations at the
+            device's rate, its bytes at the device's bandwidth.
+        bound: `"memory"` or `"compute"`: which of the two most of the time is.
+    """
+
+    device: str
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One attention with one way of storing its cache. Bytes and work are those of one rank.
+
+    Args:
+        key: of the attention, as `"gqa-4"`.
+        attention: as readers know it, as `"GQA-4"`.
+        storage: how its cache stores numbers.
+        layers: of the model with that attention, in order.
+        cost: of all layers together: parameters, cache bytes (ideal, and as regard's cache object
+            allocates), FLOPs and bytes of the prefill and of one more token.
+        block_bytes: of the cache in whole blocks of the plan's `block`; None without blocks.
+        prefill: least times of the prefill of `context` tokens, on each device.
+        decode: the same of one more token for each row of the batch.
+        sent: what the rank sends to others; zeros on one rank.
+        largest_context: tokens whose cache, of the tokens that are needed, fits the memory; None
+            if that of any number does.
+
+    Examples:
+        >>> from regard.plan import LayerShape, ModelShape, plan
+        >>> layer = LayerShape(
+        ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
+        >>> model = ModelShape(name="m", architecture="llama", layers=(layer,), hidden_size=64)
+        >>> row = plan(model, context=100, devices=["h100"], block=16).rows[0]
+        >>> row.key, row.storage.name, row.cost.cache_bytes, row.block_bytes
+        ('shipped', 'plain', 25600, 28672)
+    """
+
+    key: str
+    attention: str
+    storage: Storage
+    layers: tuple[LayerShape, ...]
+    cost: Cost
+    block_bytes: int | None
+    prefill: tuple[Duration, ...]
+    decode: tuple[Duration, ...]
+    sent: Sent
+    largest_context: int | None
+
+    @property
+    def fitting(self) -> str:
+        """The tokens that fit the memory, in words."""
+        return "any" if self.largest_context is None else f"{self.largest_context:,}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model's attentions side by side, for one context, batch and memory.
+
+    Args:
+        model: whose layers were given.
+        context: tokens of a prefill, and in the cache of a decode step.
+        batch: rows.
+        memory: bytes, of each rank, for the cache alone.
+        dtype: of weights, activations and plain caches.
+        tp: ranks that the heads are divided among.
+        cp: ranks that the tokens are divided among.
+        devices: whose times are estimated, by key.
+        block: tokens of a block, of which an engine reserves whole ones; 0 for no blocks.
+        rows: each attention with each storage.
+        left_out: attentions that cannot be rows, each with the reason; none if rows were chosen.
+
+    Examples:
+        >>> from regard.plan import LayerShape, ModelShape, plan
+        >>> layer = LayerShape(
+        ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
+        >>> model = ModelShape(name="m", architecture="llama", layers=(layer,), hidden_size=64)
+        >>> made = plan(model, context=100, devices=["h100"], attentions=["shipped", "mqa"])
+        >>> [row.attention for row in made.rows[::5]]
+        ['GQA-4, as shipped', 'MQA']
+    """
+
+    model: ModelShape
+    context: int
+    batch: int
+    memory: int
+    dtype: str
+    tp: int
+    cp: int
+    devices: Mapping[str, Device]
+    block: int
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str]
+
+    def table(self, every: bool = False) -> tuple[list[str], list[list[str]]]:
+        """The headings, and the cells of a line for each attention.
+
+        A line has the cache by storage; the context that fits and the times have the first storage.
+        With `every`, a line for each storage has the bytes that are needed, those that regard
+        allocates, and those of whole blocks.
+        """
+        unit, scale = _unit(min(row.cost.cache_bytes for row in self.rows))
+        several = len(self.devices) > 1
+        times = (f"decode{several * f' on {key}'}, ms" for key in self.devices)
+        measures = [f"tokens in {readable_bytes(self.memory)}", *times]
+        if every:
+            figures = ["ideal", "regard", *([f"blocks of {self.block:,}"] if self.block else [])]
+            heads = ["attention", "cache", "weights, M", *(f"{each}, {unit}" for each in figures)]
+            return heads + measures, [_each(row, scale) for row in self.rows]
+        attentions: dict[str, list[Row]] = {}
+        for row in self.rows:
+            attentions.setdefault(row.key, []).append(row)
+        storages = dict.fromkeys(row.storage.name for row in self.rows)
+        heads = ["attention", *(f"{storage}, {unit}" for storage in storages)]
+        cells = [
+            [
+                rows[0].attention,
+                *(three_digits(row.cost.cache_bytes / scale) for row in rows),
+                *_measures(rows[0]),
+            ]
+            for rows in attentions.values()
+        ]
+        return heads + measures, cells
 
 
 def plan(
@@ -81,47 +204,34 @@ def plan(
         >>> row.attention, row.cost.cache_bytes, row.largest_context
         ('GQA-4, as shipped', 25600, 200)
     """
-    given = {"context": context, "batch": batch, "tp": tp, "cp": cp, "memory": memory}
-    for name, value in (given | {"page_size": page_size, "block": block}).items():
-        check_whole(name, value, int(name in given), MOST.get(name, 10**6))
-    if page_size and block:
-        raise ValueError(
-            f"pages are blocks of their own: give page_size={page_size} or block={block}, not both"
-        )
+    check_whole("memory", memory, 1)
+    check_whole("context", context, 1, MOST["context"])
+    check_whole("page_size", page_size, 0, MOST["page_size"])
+    check_whole("block", block, 0, MOST["block"])
+    work = Workload(context=context, batch=batch, dtype=dtype or model.dtype, tp=tp, cp=cp)
     if not any(layer.causal for layer in model.layers):
         raise ValueError(
             f"{model.name} is an encoder: it computes all tokens at once and has no cache to plan; "
             "regard describe lists its layers"
         )
-    chosen = dtype or model.dtype
-    if chosen not in DTYPE_BYTES:
-        raise ValueError(f"dtype={chosen!r} is not one of {', '.join(DTYPE_BYTES)}")
     stored = storages_of(storages, page_size)
-    found, missing = choices(replace(model, dtype=chosen))
+    found, missing = choices(replace(model, dtype=work.dtype))
+    selected = _selected(found, attentions)
     settings = Plan(
+        **vars(work),
         model=model,
-        context=context,
-        batch=batch,
         memory=memory,
-        dtype=chosen,
-        tp=tp,
-        cp=cp,
-        devices=_devices(devices, chosen),
+        devices=_devices(devices, work.dtype),
         block=block,
         rows=(),
         left_out={} if attentions else missing,
     )
-    rows = tuple(
-        _row(settings, choice, storage)
-        for choice in _selected(found, attentions)
-        for storage in stored
-    )
-    return Plan(**{**vars(settings), "rows": rows})
+    rows = (_row(settings, work, choice, each) for choice in selected for each in stored)
+    return replace(settings, rows=tuple(rows))
 
 
 def largest(taken: Callable[[int], int], memory: int, most: int = MOST["context"]) -> int | None:
-    """The largest whole number whose bytes fit the memory: bracketed by doubling steps from where
-    it would be if bytes grew linearly, then found by bisection.
+    """The largest whole number whose bytes fit the memory, by bisection.
 
     Args:
         taken: bytes of a number; they never fall when it grows.
@@ -136,22 +246,8 @@ def largest(taken: Callable[[int], int], memory: int, most: int = MOST["context"
         >>> largest(lambda tokens: tokens * tokens, 50)
         7
     """
-    if taken(1) > memory:
-        return 0
-    linear = min(memory // max(taken(1), 1), most)
-    fitting, step = linear if linear > 1 and taken(linear) <= memory else 1, 1
-    while fitting < most and taken(min(fitting + step, most)) <= memory:
-        fitting, step = min(fitting + step, most), 2 * step
-    if fitting == most:
-        return None
-    beyond = min(fitting + step, most)
-    while beyond - fitting > 1:
-        middle = (fitting + beyond) // 2
-        if taken(middle) <= memory:
-            fitting = middle
-        else:
-            beyond = middle
-    return fitting
+    fitting = bisect_right(range(1, most + 1), memory, key=taken)
+    return None if fitting == most else fitting
 
 
 def _devices(keys: Sequence[str], dtype: str) -> dict[str, Device]:
@@ -171,26 +267,23 @@ def _selected(found: Sequence[Choice], keys: Sequence[str]) -> list[Choice]:
     return [choice for choice in found if not keys or choice.key in keys]
 
 
-def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
+def _row(plan: Plan, work: Workload, choice: Choice, storage: Storage) -> Row:
     counts = Counter(choice.layers)
-    call: dict[str, Any] = {
-        name: getattr(plan, name) for name in ("context", "batch", "dtype", "tp", "cp")
-    }
-    costs = [cost_of(layer, storage, **call) * count for layer, count in counts.items()]
-    work = Workload(**call)
-    in_blocks = partial(block_bytes, block=plan.block) if plan.block else None
+    costs = [cost_of(layer, storage, **vars(work)) * count for layer, count in counts.items()]
 
     def of_context(tokens: int) -> int:
-        return _total(cache_bytes, counts, storage, replace(work, context=tokens))
+        held = replace(work, context=tokens)
+        return sum(cache_bytes(layer, storage, held) * n for layer, n in counts.items())
 
+    blocks = [block_bytes(each, storage, work, plan.block) for each in choice.layers if plan.block]
     return Row(
         key=choice.key,
         attention=choice.name,
         storage=storage,
         layers=choice.layers,
         cost=total_of(costs),
-        block_bytes=_total(in_blocks, counts, storage, work) if in_blocks else None,
-        sent=sent_of(choice.layers, **call),
+        block_bytes=sum(blocks) if plan.block else None,
+        sent=sent_of(choice.layers, **vars(work)),
         prefill=_durations(plan, costs, "prefill"),
         decode=_durations(plan, costs, "decode"),
         largest_context=largest(of_context, plan.memory),
@@ -209,6 +302,18 @@ def _durations(plan: Plan, costs: Sequence[Cost], phase: str) -> tuple[Duration,
     return tuple(found)
 
 
-def _total(figure: Bytes, layers: Counter[LayerShape], storage: Storage, work: Workload) -> int:
-    """The bytes of all layers."""
-    return sum(figure(layer, storage, work) * count for layer, count in layers.items())
+def _unit(size: int) -> tuple[str, int]:
+    """The largest unit of which there is at least one."""
+    return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
+
+
+def _each(row: Row, scale: int) -> list[str]:
+    """The cells of one storage."""
+    sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, row.block_bytes)
+    shown = [three_digits(size / scale) for size in sizes if size is not None]
+    weights = three_digits(row.cost.parameters / 1e6)
+    return [row.attention, row.storage.name, weights, *shown, *_measures(row)]
+
+
+def _measures(row: Row) -> list[str]:
+    return [row.fitting, *(three_digits(1e3 * each.seconds) for each in row.decode)]

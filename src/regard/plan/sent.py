@@ -168,43 +168,32 @@ def sum_bytes(nbytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * nbytes // ranks
 
 
-def forward_sums(layer: LayerShape, work: Workload, tokens: int, keys: int | None = None) -> int:
-    """Bytes of the sum of the outputs, and of the squares that a norm over all heads needs.
-
-    Of so many tokens of each row; as many `keys` are projected if None.
-    """
+def forward_sums(layer: LayerShape, work: Workload, tokens: int) -> int:
+    """Bytes of the sum of the outputs of so many tokens of each row, and of the squares that a norm
+    over all heads needs."""
     outputs = sum_sent(work.batch * tokens * layer.hidden_size, work.tp, work.itemsize)
-    return outputs + _sums_of_squares(layer, work, tokens, keys)
+    return outputs + _sums_of_squares(layer, work, tokens)
 
 
-def backward_sums(
-    layer: LayerShape, work: Workload, keys: int | None = None, key_channels: int | None = None
-) -> int:
+def backward_sums(layer: LayerShape, work: Workload) -> int:
     """Bytes of the all-reduces of a backward pass: the gradients of the hidden states or latents
     that every rank reads for its own heads, of the norms of heads, and of the weights of key heads
-    that several ranks have.
-
-    As many `keys` are projected as there are tokens if None, from `key_channels` channels each, or
-    from those of the hidden states.
-    """
+    that several ranks have."""
     read = [work.batch * work.tokens * channels for channels in _read(layer)]
     if layer.qk_norm == "head":
         read += [layer.head_dim] * (1 if layer.keys_of is not None else 2)
     sums = sum(sum_sent(elements, work.tp, work.itemsize) for elements in read)
     same = replicas(layer.num_kv_heads, work.tp)
-    shared = sum(
-        sum_sent(each, same, work.itemsize) for each in _of_shared_heads(layer, key_channels)
-    )
-    return sums + shared + _sums_of_squares(layer, work, work.tokens, keys)
+    shared = sum(sum_sent(each, same, work.itemsize) for each in _of_shared_heads(layer))
+    return sums + shared + _sums_of_squares(layer, work, work.tokens)
 
 
-def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int, keys: int | None) -> int:
+def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int) -> int:
+    """Bytes of the sums of squares of queries, and of keys unless they are another layer's."""
     if layer.qk_norm != "width":
         return 0
-    normed = [tokens, tokens if keys is None else keys]
-    if layer.keys_of is not None:
-        normed.pop()
-    return sum(sum_sent(work.batch * each, work.tp, work.itemsize) for each in normed)
+    normed = 1 if layer.keys_of is not None else 2
+    return normed * sum_sent(work.batch * tokens, work.tp, work.itemsize)
 
 
 def _read(layer: LayerShape) -> list[int]:
@@ -218,12 +207,11 @@ def _read(layer: LayerShape) -> list[int]:
     return [layer.latent, hidden] if layer.kind == "LatentKV" else [hidden, *gate]
 
 
-def _of_shared_heads(layer: LayerShape, key_channels: int | None) -> list[int]:
+def _of_shared_heads(layer: LayerShape) -> list[int]:
     """Elements of the weights, biases and norms of a key head, which several ranks may have."""
     if layer.kind == "MLA" or layer.keys_of is not None:
         return []
-    rows = {"k_proj": layer.head_dim, "v_proj": layer.v_head_dim}
-    inputs = layer.hidden_size if key_channels is None else key_channels
+    rows, inputs = {"k_proj": layer.head_dim, "v_proj": layer.v_head_dim}, layer.hidden_size
     if layer.kind == "LatentKV":
         rows, inputs = {"kv_b_proj": layer.head_dim + layer.v_head_dim}, layer.latent
     weights = [channels * inputs for channels in rows.values()]

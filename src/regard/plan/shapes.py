@@ -11,6 +11,14 @@ from regard.words import one_of
 
 Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST = {  # the largest numbers that are accepted: sums of bytes stay below 2**63 for real models
+    "context": 10**12,
+    "batch": 10**9,
+    "tp": 10**6,
+    "cp": 10**4,
+    "page_size": 10**6,
+    "block": 10**6,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +225,7 @@ class Workload:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         for name, least in (("context", 0), ("batch", 1), ("tp", 1), ("cp", 1)):
-            check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least, MOST[name])
 
     @property
     def itemsize(self) -> int:
@@ -301,12 +309,7 @@ class ModelShape:
 
     def distinct(self) -> Mapping[LayerShape, tuple[int, ...]]:
         """The different layers, each with the indices of those that are alike, in order."""
-        return distinct(self.layers)
-
-
-def distinct(layers: Sequence[LayerShape]) -> Mapping[LayerShape, tuple[int, ...]]:
-    """The different layers, each with the indices of those that are alike, in order."""
-    indices: dict[LayerShape, list[int]] = {}
-    for index, layer in enumerate(layers):
-        indices.setdefault(layer, []).append(index)
-    return {layer: tuple(alike) for layer, alike in indices.items()}
+        indices: dict[LayerShape, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            indices.setdefault(layer, []).append(index)
+        return {layer: tuple(alike) for layer, alike in indices.items()}

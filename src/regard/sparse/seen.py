@@ -55,7 +55,7 @@ class Seen(NamedTuple):
         return torch.cat(self.queries, 2)[:, :, -count:]
 
     def without_last(self, removed: int) -> "Seen":
-        """Without the last tokens, whose queries the score does not sum."""
+        """The record without the last tokens, for scores that do not sum weights over queries."""
         queries = self.queries
         if queries:
             joined = torch.cat(queries, 2)

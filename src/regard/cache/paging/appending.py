@@ -144,7 +144,7 @@ def _page(table: PageTable, number: int) -> Page:
 
 
 def _clear_rest(page: Page, filled: int, size: int) -> None:
-    """Slots that are not written yet are finite."""
+    """Write zeros to the slots of an open page after the first `filled` ones."""
     if not page.slab.sealed:
         page.slab.clear(page.start + filled, page.start + size)
 

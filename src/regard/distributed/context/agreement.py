@@ -76,7 +76,7 @@ def _raise_refusal(ranks: Ranks, refusal: Exception | None) -> None:
 
 
 def _raise_difference(ranks: Ranks, facts: Facts) -> None:
-    """An error with the first fact that differs, and each rank's."""
+    """Raise an error that names the first fact on which ranks differ, with each rank's value."""
     told = [dict(each) for each in _told(ranks, [*facts.items()])]
     names = [name for name in facts if len({str(each.get(name)) for each in told}) > 1]
     if not names or any(each.keys() != facts.keys() for each in told):

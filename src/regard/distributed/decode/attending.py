@@ -104,7 +104,7 @@ def _visible(call: Call, queries: range) -> list[tuple[Runs, Mask]]:
 
 
 def _over(call: Call, queries: range, segment: Segment, mask: Mask) -> Call:
-    """The call of some queries over one segment, whose slots may have gaps."""
+    """Describe attention of some queries to one segment's keys, whose slots may have gaps."""
     span = Span(0, len(queries), 0, segment.stop - segment.start)
     if mask is EVERYTHING and call.score_bias is None:
         return call.but(span=span, given_span=span, mask=mask)

@@ -263,7 +263,7 @@ def mask_of_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:
 
 @dataclass(frozen=True)
 class _RuleOfHeads:
-    """A rule whose heads are neighbouring heads of another; the last may repeat."""
+    """A mask's rule for one rank's consecutive query heads; heads of padding repeat the last."""
 
     rule: Mask
     heads: tuple[int, ...]

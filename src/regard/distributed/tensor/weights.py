@@ -83,7 +83,7 @@ class Share:
         return _like(self.of_one_device(parameter.full_tensor().detach()), parameter)
 
     def loaded(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """A value of the shape on one device, to be copied into the parameter."""
+        """Convert a state dict's tensor of one device to the parameter's padding and placement."""
         if not isinstance(parameter, DTensor) or value.shape != self.shape(parameter):
             return value  # which torch refuses
         if isinstance(value, DTensor):

@@ -25,7 +25,7 @@ def recognised(kind: type) -> Family | None:
 
 
 def exclude(kind: type, why: str) -> None:
-    """Recognise a class no more: its outputs differ."""
+    """Stop recognising a class whose outputs differ from regard's; `why` says how."""
     _REFUSED[kind] = why
     nearest.cache_clear()
 

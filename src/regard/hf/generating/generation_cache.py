@@ -25,6 +25,7 @@ from regard.hf.generating.states import (
 )
 from regard.hf.generating.watching import watch
 from regard.hf.packages import cache_in
+from regard.words import ranges
 
 
 class _Across(NamedTuple):
@@ -107,7 +108,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         for index, layer in enumerate(self.layers):
             for cache in layer.stored:
                 groups.setdefault(cache.describe(), []).append(index)
-        return "\n".join(f"layers {_ranges(each)}: {text}" for text, each in groups.items())
+        return "\n".join(f"layers {ranges(each)}: {text}" for text, each in groups.items())
 
     @property
     def is_linear(self) -> list[bool]:
@@ -355,21 +356,11 @@ def _check_follows(given: dict[str, Any], past: int) -> None:
 
 
 def _positions_before(positions: Any, new: int, past: int) -> str:
-    """The positions of several new tokens, if those are of tokens that are held already; or ""."""
+    """Describe the positions of several new tokens if they begin before the end of the cache, or if
+    they are more or fewer than the tokens; else ""."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or new == 1:
         return ""
     first, number = int(positions[0, 0]) if positions.numel() else 0, positions.shape[-1]
     if number == new and first >= past:
         return ""
     return f"positions from {first} to {first + number - 1}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers in order, such as 0-4, 6."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

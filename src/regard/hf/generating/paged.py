@@ -218,7 +218,8 @@ class PagedGenerationCache(GenerationCache):
         self._text, self._stored, self.found = Text(), 0, 0
 
     def load(self, path: str | Path) -> None:
-        """As `GenerationCache.load`. The tokens are not known then, and no page is stored."""
+        """As `GenerationCache.load`. A file does not have the text's tokens, so that its pages are
+        not stored as a prefix."""
         super().load(path)
         self._text = None
 

@@ -97,7 +97,7 @@ class StateLayer(Layer, LinearAttentionLayer):  # type: ignore[misc]
 
 
 class HybridLayer(CacheLayer, StateLayer):
-    """One layer with a cache of keys and values, and states besides."""
+    """The cache of one layer that has attention and recurrent states, such as a convolution's."""
 
     is_compileable = False
 
@@ -324,7 +324,8 @@ _LAST = ("position_ids", "cache_position")  # with tokens in the last dimension
 
 
 def call_of(model: nn.Module, given: Mapping[str, Any], past: int) -> ModelCall | None:
-    """The call of a model, if its first tokens can be computed again: by tokens alone, in eval."""
+    """Record a call of a model, so that its first tokens can be computed again; None if the model
+    trains, or the call has tensors that cannot be cut to these tokens."""
     kept = {name: value for name, value in given.items() if name not in CACHES}
     tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor)}
     mask = tensors.pop("attention_mask", None)

@@ -209,8 +209,11 @@ def _blocks(cells: Cells, held: Held) -> Mask:
 
 
 def _by_position(cells: Cells, held: Held) -> Mask | None:
-    """A rule over positions that restart with each document: beside the rule of documents, a
-    relative one is the same over slots."""
+    """The rule of a mask function that reads positions, which restart with each document.
+
+    A rule of differences of positions is the same in slots, since the mask of documents, which
+    is combined with it, hides other documents; None for a rule of another kind.
+    """
     rule = rule_of(cells["mask_function"], held)
     return rule if rule is not None and rule.relative else None
 

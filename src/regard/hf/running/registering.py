@@ -142,7 +142,10 @@ def can_attend(module: Any) -> bool:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The method by `regard.attend`: the heads' outputs, and weights if the caller wants them."""
+    """A replacement of the module's own method `_attn`, computed by `regard.attend`.
+
+    Returns the heads' outputs, and attention weights if the caller wants them.
+    """
     query, key = query.to(value.dtype), key.to(value.dtype)
     divisor = next(getattr(module, each) for each in DIVISORS if hasattr(module, each))
     rate = next(each.p for each in module.children() if isinstance(each, nn.Dropout))

@@ -13,7 +13,7 @@ from regard.page.page import Section, table, write_page
 from regard.page.readable import readable_bytes
 from regard.plan.cost import Cost, cost_of
 from regard.plan.devices import roofline_seconds
-from regard.plan.rows import Plan
+from regard.plan.planning import Plan
 from regard.plan.shapes import LayerShape, Storage
 from regard.see.pages import charts
 from regard.words import counted

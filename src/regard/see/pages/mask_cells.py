@@ -3,16 +3,13 @@
 import zlib
 from base64 import b64encode
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from jaxtyping import Bool
-from torch import Tensor
 
 from regard.masks import AllOf, AnyOf, Mask, Not, Span
 from regard.masks.draw import grid, slots
 from regard.page.page import Section, file_beside, table, write_page
+from regard.words import ranges
 
 CELLS = 1 << 18  # cells of a page at most: 512 x 512, so that a cell is at least a pixel
 
@@ -118,23 +115,9 @@ def _said(span: Span, b: int, h: int) -> str:
 def _table(mask: Mask, span: Span, b: int, h: int) -> str:
     """The visible keys of each query as ranges."""
     visible = grid(mask, span, b, h)
-    rows = [
-        [str(query), str(int(row.sum())), _ranges(row, span.kv_start)]
-        for query, row in zip(slots(span, b)[0], visible, strict=True)
-    ]
+    rows = []
+    for query, row in zip(slots(span, b)[0], visible, strict=True):
+        keys = (row.nonzero().flatten() + span.kv_start).tolist()
+        rows.append([str(query), str(len(keys)), ranges(keys) or "none"])
     drawn = table("Visible keys of each query", ["query", "number", "keys"], rows)
     return f"<details><summary>{escape('All rules as a table')}</summary>{drawn}</details>"
-
-
-def _ranges(row: Bool[Tensor, " S"], first: int) -> str:
-    """Slots of keys as `0, 4-7`.
-
-    Examples:
-        >>> import torch
-        >>> _ranges(torch.tensor([True, False, True, True]), 10)
-        '10, 12-13'
-    """
-    keys = row.nonzero().flatten().tolist()
-    runs = [list(run) for _, run in groupby(enumerate(keys), lambda each: each[1] - each[0])]
-    ends = [(first + run[0][1], first + run[-1][1]) for run in runs]
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ends) or "none"

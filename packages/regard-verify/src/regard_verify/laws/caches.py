@@ -221,9 +221,8 @@ def cache_bytes(subject: Subject, trial: Trial) -> None:
     declared = subject.conventions.cache_bytes
     if declared is None:
         raise NotApplicable("it declares no bytes for a token")
-    tokens, state = 256, subject.stepper.new()
-    for x in subject.tokens(1, tokens, trial).split(64, 1):
-        _, state = subject.stepper.step(x, state)
+    tokens = 256
+    _, state = subject.stepper.pieces(subject.tokens(1, tokens, trial), [64] * 4)
     held = storage_bytes(state.held)
     if held > 1.3 * declared * tokens:
         cause = (

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,16 +31,6 @@ def _working_calls(calls: list[Call]) -> list[tuple[Call, Tensor]]:
     return found
 
 
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @law("bounded", "heads|layer")
 def default_dtype(subject: Subject, trial: Trial) -> None:
     """torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs
@@ -65,24 +55,23 @@ def default_dtype(subject: Subject, trial: Trial) -> None:
 
 def _under(dtype: torch.dtype, call: Call, label: str) -> Tensor | None:
     """The output under a default dtype; None if that is refused."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        with _default(dtype):
-            return call()
+        return call()
     except SubjectError as error:
-        if _MIXED.search(str(error)) and not _is_raised(error):
+        code = line_of(error.__cause__ or error).partition(": ")[2]
+        own = code.startswith(("raise", "assert"))  # the subject raises it, and torch does not
+        if _MIXED.search(str(error)) and not own:
             fail(label, "", "the same output", "an error", f"a constant has that dtype: {error}")
         if refused(error):
             return None
         raise
+    finally:
+        torch.set_default_dtype(before)
 
 
 _MIXED = re.compile(r"scalar type|same dtype|dtype")  # in the errors of torch for such products
-
-
-def _is_raised(error: SubjectError) -> bool:
-    """Whether the subject raises it in so many words, and torch does not."""
-    code = line_of(error.__cause__ or error).partition(": ")[2]
-    return code.startswith(("raise", "assert"))
 
 
 def _rounded_scale(subject: Subject, usual: list[tuple[Call, Tensor]]) -> float:

@@ -159,9 +159,3 @@ def by_definition(run: LawFunction) -> LawFunction:
             raise
 
     return checked
-
-
-def needs_heads(subject: Subject) -> None:
-    """Raise where q, k and v cannot be chosen."""
-    if subject.attend is None:
-        raise NotApplicable("its heads were not reached")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
-from regard_verify.laws.cases import FOUR, needs_heads, random_mask
+from regard_verify.laws.cases import FOUR, random_mask
 from regard_verify.laws.visibility import (
     first_attends,
     layer_visibility,
@@ -36,10 +36,9 @@ def mask_polarity(subject: Subject, trial: Trial) -> None:
             visible_under(subject, sizes, trial, label, keep=keep)
 
 
-@law("exact", "mask|padding", advised=True)
+@law("exact", "mask|padding", "heads", advised=True)
 def mask_dtype(subject: Subject, trial: Trial) -> None:
     """A mask of another dtype is obeyed or refused, never misread."""
-    needs_heads(subject)
     sizes = subject.fit(FOUR)
     keep = sizes.mask(1)
     mask = subject.form.encode(keep, (sizes.B, sizes.H), torch.float32)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance, worst
-from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
+from regard_verify.laws.cases import FOUR, causal_layer_call, random_mask
 from regard_verify.subject.subject import Call, Subject, SubjectError, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
@@ -58,10 +58,9 @@ def _fully_masked_row(subject: Subject, trial: Trial) -> None:
     require(shape, out[1:], subject.run_layer(x)[1:], 1e-5, cause)
 
 
-@law("exact", "mask|padding")
+@law("exact", "mask|padding", "heads")
 def fully_masked_backward(subject: Subject, trial: Trial) -> None:
     """With a fully masked query all gradients are finite, and that query's gradient is 0."""
-    needs_heads(subject)
     assert subject.attend is not None
     sizes = subject.fit(SOME)
     keep, masked = _masking_queries(subject, sizes)
@@ -83,10 +82,9 @@ def fully_masked_backward(subject: Subject, trial: Trial) -> None:
         require(shape, found, torch.zeros_like(found), 0.0, cause)
 
 
-@law("exact", "mask|padding", advised=True)
+@law("exact", "mask|padding", "heads", advised=True)
 def masked_poison(subject: Subject, trial: Trial) -> None:
     """NaN or infinity in a key or value that is hidden from all queries has no effect."""
-    needs_heads(subject)
     sizes = subject.fit(FOUR)
     keep = sizes.mask(2)
     q, k, v = subject.inputs(sizes, trial)

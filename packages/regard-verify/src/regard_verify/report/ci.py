@@ -97,24 +97,24 @@ def sarif(report: Report) -> str:
     driver = {"name": "regard-verify", "version": __version__, "rules": rules}
     run = {
         "tool": {"driver": driver},
-        "results": [_result(each, list(statements).index(each.rule)) for each in found],
+        "results": [
+            {
+                "ruleId": each.rule,
+                "ruleIndex": list(statements).index(each.rule),
+                "level": each.level,
+                "message": {"text": each.text},
+                "locations": [_place(each)],
+            }
+            for each in found
+        ],
         "invocations": [{"executionSuccessful": not report.problem}],
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 
 
-def _result(finding: Finding, index: int) -> dict[str, Any]:
-    place = {
-        "artifactLocation": {"uri": quote(finding.file)},
-        "region": {"startLine": finding.line},
-    }
-    return {
-        "ruleId": finding.rule,
-        "ruleIndex": index,
-        "level": finding.level,
-        "message": {"text": finding.text},
-        "locations": [{"physicalLocation": place}],
-    }
+def _place(each: Finding) -> dict[str, Any]:
+    place = {"artifactLocation": {"uri": quote(each.file)}, "region": {"startLine": each.line}}
+    return {"physicalLocation": place}
 
 
 def annotations(report: Report) -> Iterator[str]:

@@ -108,12 +108,11 @@ def find_roles(run: Run, channels: int, trial: Trial) -> Roles | None:
     opened = _opened(run, kinds, channels)
     if opened is None:
         return None
-    partners = _partners(run, kinds, channels, opened, AT)
-    if partners is None:  # its own key may be hidden
-        partners = _partners(run, kinds, channels, opened, AT - 1)
-    if partners is None:
-        return None
-    return _roles(kinds, heads, outputs, shared, partners, opened)
+    for key in (AT, AT - 1):  # its own key may be hidden
+        partners = _partners(run, kinds, channels, opened, key)
+        if partners is not None:
+            return _roles(kinds, heads, outputs, shared, partners, opened)
+    return None
 
 
 def _generic(channels: int, trial: Trial) -> Tensor:
@@ -312,7 +311,8 @@ def _roles(
             queries[head] = [by_key[head][key] for key in channels if key in by_key[head]]
     keys = list(own.values())
     values = [_by_output(group, kinds, outputs[readers[0]]) for readers, group in groups.items()]
-    if len(keys) != len(values) or not _even(queries, keys, values, len(outputs[0])):
+    dims, widths = {len(x) for x in (*queries, *keys)}, {len(x) for x in (*values, outputs[0])}
+    if len(keys) != len(values) or len(dims) > 1 or len(widths) > 1 or len(queries) % len(keys):
         return None
     used = {c for part in (*queries, *keys) for c in part}
     left_out = [c for c in (*kinds.queries, *kinds.keys) if c not in used]
@@ -336,18 +336,6 @@ def _by_readers(
     for channel in of:
         found.setdefault(shared[channel], []).append(channel)
     return found
-
-
-def _even(
-    queries: list[list[int]], keys: list[list[int]], values: list[list[int]], width: int
-) -> bool:
-    """Whether all heads have as many channels, and key heads are shared by as many heads."""
-    dims = {len(each) for each in (*queries, *keys)}
-    return (
-        len(dims) == 1
-        and {len(each) for each in values} == {width}
-        and (len(queries) % len(keys) == 0)
-    )
 
 
 def _by_output(of: list[int], kinds: _Kinds, outputs: list[int]) -> list[int]:

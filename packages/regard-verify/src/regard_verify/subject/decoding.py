@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard_verify.law import Trial
-from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.adapters import inner_of
 from regard_verify.subject.caches import content_of, is_annotated, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
@@ -75,6 +75,14 @@ class Steps:
         held = state.held if self.style != "tuple" else _returned_cache(result)
         return self.call.out(result, x), CacheState(held, length)
 
+    def pieces(self, x: Tensor, cuts: list[int]) -> tuple[Tensor, CacheState]:
+        """The output for x in pieces of these lengths, from an empty cache, and the cache after."""
+        state, outs = self.new(), []
+        for piece in x.split(cuts, dim=1):
+            out, state = self.step(piece, state)
+            outs.append(out)
+        return torch.cat(outs, dim=1), state
+
     def of(self, module: nn.Module) -> "Steps":
         """The same way of passing a cache, with another module of the same kind."""
         return replace(self, call=replace(self.call, module=module))
@@ -105,13 +113,9 @@ def _returned_cache(result: Any) -> Any:
     raise SubjectError("it returned no cache beside its output")
 
 
-def _inner(module: Any) -> Any:
-    return module.inner if isinstance(module, Adapter) else module
-
-
 def _clear(module: Any, empty: dict[str, Any]) -> None:
     """Make the cache in a layer empty: by its own method, or as it was before the first call."""
-    inner = _inner(module)
+    inner = inner_of(module)
     reset = next((name for name in RESETS if hasattr(inner, name)), None)
     if reset is not None:
         called(getattr(inner, reset))
@@ -122,7 +126,7 @@ def _clear(module: Any, empty: dict[str, Any]) -> None:
 
 def _held(module: Any) -> dict[str, Any]:
     """The tensors, numbers and None that a layer holds beside its weights."""
-    inner = _inner(module)
+    inner = inner_of(module)
     held = {**inner._buffers, **{n: x for n, x in vars(inner).items() if not n.startswith("_")}}
     return {
         name: x.detach().clone() if isinstance(x, Tensor) else x
@@ -182,21 +186,17 @@ def _agrees(steps: Steps, subject: Subject, trial: Trial) -> bool:
         return steps.style != "internal" or _is_certain(steps)
     x = subject.tokens(2, 5, trial)
     try:
-        whole = at_once(subject, x)
-        state, pieces = steps.new(), []
-        for piece in x.split([3, 1, 1], dim=1):
-            out, state = steps.step(piece, state)
-            pieces.append(out)
+        whole, (got, _) = at_once(subject, x), steps.pieces(x, [3, 1, 1])
     except SubjectError:
         return False
-    return bool(torch.allclose(torch.cat(pieces, 1), whole, atol=1e-3))
+    return bool(torch.allclose(got, whole, atol=1e-3))
 
 
 def _is_certain(steps: Steps) -> bool:
     """Whether a way that gives other outputs is a fault of the cache, and not a wrong guess."""
     if steps.style != "internal":
         return True
-    inner = _inner(steps.call.module)
+    inner = inner_of(steps.call.module)
     return any(hasattr(inner, name) for name in RESETS) or any(
         _STORED.search(name) for name in steps.empty
     )
@@ -229,9 +229,9 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
         ]
         plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []
         found += [*objects, Steps(call, subject, name, "tuple"), *plain]
-    either = {**parameters_of(_inner(module).forward), **taken}
+    either = {**parameters_of(inner_of(module).forward), **taken}
     started = either.keys() & {*_starts(either), *POSITIONS, "use_cache"}
-    if any(hasattr(_inner(module), name) for name in RESETS) or started:
+    if any(hasattr(inner_of(module), name) for name in RESETS) or started:
         found.append(Steps(call, subject, "", "internal", empty=_held(module)))
     alike = {"object": ("object", "single")}.get(own.cache_style or "", (own.cache_style,))
     return [each for each in found if own.cache_style is None or each.style in alike]
@@ -249,11 +249,7 @@ def _starts(taken: Mapping[str, inspect.Parameter]) -> list[str]:
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
     """The output for x, computed in pieces of these lengths with a cache."""
-    state, pieces = subject.stepper.new(), []
-    for piece in x.split(cuts, dim=1):
-        out, state = subject.stepper.step(piece, state)
-        pieces.append(out)
-    return torch.cat(pieces, dim=1)
+    return subject.stepper.pieces(x, cuts)[0]
 
 
 def at_once(subject: Subject, x: Tensor) -> Tensor:

@@ -44,16 +44,17 @@ def options_of(target: Any, own: Conventions) -> dict[str, str]:
         if any(name in names for name in usual)
     }
     switch = found.pop("causal", "")
-    switches = [name for name in OPTIONS["causal"] if name in names and _is_switch(names[name])]
+    switches = [
+        name
+        for name in OPTIONS["causal"]
+        if name in names
+        and (isinstance(names[name].default, bool) or names[name].annotation in (bool, "bool"))
+    ]
     if switches or switch in ("is_causal", "causal"):
         found["causal"] = (switches or [switch])[0]
     if own.window_argument:
         found["window"] = own.window_argument
     return found
-
-
-def _is_switch(parameter: Any) -> bool:
-    return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")
 
 
 @dataclass

@@ -18,7 +18,10 @@ from regard_verify.blame import line_of_subject
 from regard_verify.subject.signatures import order_of
 from regard_verify.subject.subject import SubjectError
 
-NEEDED = "give PATH.py:NAME, package.module:NAME, or a folder with a transformers model"
+NEEDED = (
+    "give PATH.py:NAME or package.module:NAME; for a model on disk, the name of a function without "
+    "arguments that loads it"
+)
 _ATTENTION = re.compile(r"att(entio)?n|mha|mqa|gqa|mla|sdpa", re.I)
 
 
@@ -39,6 +42,8 @@ def find(name: str) -> Found:
         >>> find("torch.nn:MultiheadAttention").thing.__name__
         'MultiheadAttention'
     """
+    if Path(name).is_dir():
+        raise SubjectError(f"{name} is a folder: {NEEDED}")
     where, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
     found = module
@@ -69,39 +74,24 @@ def candidates(module: Any) -> list[str]:
 
     Where some are called attention, only those.
     """
+    plain = nn.Module.forward
     found = [
         name
         for name, each in vars(module).items()
         if getattr(each, "__module__", None) == module.__name__
         and name == getattr(each, "__name__", name)
-        and _may_be_attention(each)
+        and (
+            getattr(each, "forward", plain) is not plain
+            if isinstance(each, type)
+            else takes_heads(each)
+        )
     ]
     return [name for name in found if _ATTENTION.search(name)] or found
-
-
-def _may_be_attention(each: Any) -> bool:
-    if isinstance(each, type):
-        forward = getattr(each, "forward", nn.Module.forward)
-        return callable(forward) and forward is not nn.Module.forward
-    return takes_heads(each)
 
 
 def takes_heads(target: Any) -> bool:
     """Whether it is called with q, k and v first, in any order, by the names of its arguments."""
     return callable(target) and bool(order_of(target))
-
-
-def require_model(folder: Path) -> None:
-    """Raise unless a folder holds a model.
-
-    Raises:
-        SubjectError: with the files in it that can be named.
-    """
-    if (folder / "config.json").is_file():
-        return
-    files = sorted(str(each) for each in folder.glob("*.py") if each.name != "__init__.py")
-    instead = f"name one of {', '.join(files[:8])}" if files else NEEDED
-    raise SubjectError(f"the folder {folder} holds no model, as it has no config.json: {instead}")
 
 
 def _file(path: Path) -> Any:

@@ -55,6 +55,7 @@ class MaskForm(NamedTuple):
 
 
 NO_MASK = MaskForm("")
+SHAPES = ("BHLS", "B1LS", "NLS", "BLS", "LS", "B11S", "BS")  # axes, in the order of trials
 BIASES = ("attn_bias", "attention_bias")  # what is added to the scores: a mask of -inf as well
 
 
@@ -67,18 +68,13 @@ def forms(names: list[str], known: Conventions) -> Iterator[MaskForm]:
         ):  # fmt: skip
             if name in BIASES and polarity != "additive":
                 continue
-            for shape in _shapes(name):
+            for shape in SHAPES if "pad" not in name else ("BS", *SHAPES[:-1]):
                 form = MaskForm(name, polarity, shape, dtype)
                 declared = {
                     "mask": name, "polarity": polarity, "mask_shape": shape, "mask_dtype": dtype,
                 }  # fmt: skip
                 if all(getattr(known, n) in (None, value) for n, value in declared.items()):
                     yield form
-
-
-def _shapes(name: str) -> tuple[str, ...]:
-    general = ("BHLS", "B1LS", "NLS", "BLS", "LS", "B11S", "BS")
-    return ("BS", *general[:-1]) if "pad" in name else general
 
 
 def mask_arguments(target: Any) -> list[str]:

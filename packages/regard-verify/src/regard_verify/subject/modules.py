@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.adapters import inner_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import (
@@ -58,15 +58,13 @@ def _probabilities(module: nn.Module) -> Iterator[tuple[Any, str]]:
             if holder is not each and isinstance(holder, (nn.Module, Tensor, type)):
                 continue
             for name, value in list(settings.items()):
-                if _is_probability(name, value):
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                named = isinstance(name, str) and role_of(name) == "dropout"
+                if number and 0 <= value <= 1 and named and not _SHARES & set(name.split("_")):
                     yield holder, name
 
 
-def _is_probability(name: Any, value: Any) -> bool:
-    """Whether an attribute is a probability of dropout, by its name and its value."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    named = isinstance(name, str) and role_of(name) == "dropout"
-    return number and named and not {"keep", "path"} & set(name.split("_"))
+_SHARES = {"keep", "path"}  # words of other probabilities: of what is kept, of whole layers
 
 
 SIZES = {
@@ -80,7 +78,7 @@ SIZES = {
 
 def size_of(module: nn.Module, what: str) -> int | None:
     """A size of the module, by one of its usual names on the module or its configuration."""
-    inner = module.inner if isinstance(module, Adapter) else module
+    inner = inner_of(module)
     for holder in (inner, getattr(inner, "config", None)):
         for name in SIZES[what]:
             value = getattr(holder, name, None)
@@ -91,7 +89,7 @@ def size_of(module: nn.Module, what: str) -> int | None:
 
 def softcap_of(module: nn.Module) -> float | None:
     """The bound of the scores, by an attribute that is called so."""
-    for name, value in vars(module.inner if isinstance(module, Adapter) else module).items():
+    for name, value in vars(inner_of(module)).items():
         if re.search("soft_?cap|logits?_cap", name) and type(value) in (int, float) and value > 0:
             return float(value)
     return None

@@ -88,16 +88,12 @@ def causal_works(subject: Subject) -> bool:
     """Whether a module's causal argument, given alone, hides later keys and nothing else."""
     if subject.layer is None or not subject.has.causal or subject.conventions.causal:
         return False
+    x = subject.tokens(1, TOKENS, Trial("causal"))
     try:
-        depends = _dependence(subject, causal=True)
+        depends = read_dependence(partial(subject.run_layer, causal=True), x)
     except SubjectError:
         return False
     return torch.equal(depends, pattern(TOKENS, TOKENS, causal=True))
-
-
-def _dependence(subject: Subject, **options: Any) -> Tensor:
-    x = subject.tokens(1, TOKENS, Trial("causal"))
-    return read_dependence(partial(subject.run_layer, **options), x)
 
 
 def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:

@@ -94,7 +94,9 @@ class Positioned(Adapter):
         """Its arguments for positions, by name."""
         batch, length = x.shape[:2]
         ids = torch.arange(past, past + length)[None].expand(batch, -1)
-        tables = self._tables(ids, x.dtype) if self.makes_tables else None
+        tables = self.makes_tables(ids, x.dtype) if self.makes_tables else None
+        if isinstance(tables, tuple):
+            tables = tuple(each.to(x.dtype) for each in tables)
         given: dict[str, Any] = {}
         for name in self.names:
             if name in STARTS:
@@ -105,11 +107,6 @@ class Positioned(Adapter):
                 at = 0 if name in COSINES else 1 if name in SINES else None
                 given[name] = tables if at is None else tables[at]
         return given
-
-    def _tables(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        assert self.makes_tables is not None
-        found = self.makes_tables(ids, dtype)
-        return found if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
 
 
 def positioned(module: nn.Module, own: Conventions) -> nn.Module:
@@ -175,7 +172,7 @@ def _failure(module: Any, own: Conventions) -> str:
     """Why a call on x of two sizes fails; "" if it does not."""
     names = required_of(module)
     masks = [name for name in mask_arguments(module) if name in names]
-    width = own.width or _width(module)
+    width = own.width or next((p.shape[1] for p in module.parameters() if p.ndim == 2), 32)
     for batch, length in ((3, 7), (2, 3)):
         x = torch.randn(batch, length, width)
         try:
@@ -187,7 +184,3 @@ def _failure(module: Any, own: Conventions) -> str:
         if tuple(out.shape[:2]) != (batch, length):
             return f"from {list(x.shape)} it returned shape {list(out.shape)}"
     return ""
-
-
-def _width(module: nn.Module) -> int:
-    return next((int(p.shape[1]) for p in module.parameters() if p.ndim == 2), 32)

@@ -45,7 +45,9 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     names = options_of(target, own)
     call = _first_call(target, subject, names, trial)
     layout, returns = call.layout, call.returns
-    own = call.own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
+    default = parameters_of(target)[names["scale"]].default if "scale" in names else None
+    scale = default if type(default) is float and default > 0 else None
+    own = call.own.found(layout=layout, returns=returns, scale=scale)
     call = replace(call, own=own)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
     subject.conventions = own
@@ -56,10 +58,15 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     has.softcap, has.bias, has.weights = "softcap" in names, "bias" in names, "weights" in names
     subject.inferred["layout"] = layout if layout == returns else f"{layout}, returns {returns}"
     subject.attend = call
-    has.dropout = _takes_dropout(call, subject, trial)
+    few = Sizes(1, 1, 1, 3, 3, 2, 2)
+    has.dropout = "dropout" in names and not _refusal(subject, few, trial, dropout=0.5)
     _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
-    has.window = has.window and _takes_windows(subject, trial)
+    has.window &= not subject.conventions.block  # blocks have sizes of another kind
+    four = Sizes(1, 1, 1, 4, 4, 4, 4)
+    if has.window and (reason := _refusal(subject, four, trial, window=2)):
+        has.window = False
+        subject.notes.append(f"A window is refused: {reason}.")
     form = _probe_mask(subject, _mask_names(own.mask, target), trial)
     if form is not None:
         subject.attend = replace(call, own=subject.conventions, form=form)
@@ -68,22 +75,13 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     probe_scores(subject, trial)
 
 
-def _default_scale(target: Any, names: dict[str, str]) -> float | None:
-    """The scale that its signature declares, as in `scale=1.0`."""
-    parameter = parameters_of(target).get(names.get("scale", ""))
-    given = parameter is not None and type(parameter.default) is float and parameter.default > 0
-    return float(parameter.default) if parameter is not None and given else None
-
-
-def _takes_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> bool:
-    """Whether its dropout argument takes a probability."""
-    if "dropout" not in call.names:
-        return False
+def _refusal(subject: Subject, sizes: Sizes, trial: Trial, **options: Any) -> str:
+    """Why a call on inputs of these sizes, with these options, is refused; "" if it is not."""
     try:
-        call(*subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial), dropout=0.5)
-    except SubjectError:
-        return False
-    return True
+        subject.run(*subject.inputs(subject.fit(sizes), trial), **options)
+    except SubjectError as error:
+        return str(error)
+    return ""
 
 
 def _mask_names(declared: str | None, target: Any) -> list[str]:
@@ -208,40 +206,20 @@ def _heads_are_apart(call: FunctionCall, trial: Trial) -> bool:
 
 def _probe_sizes(subject: Subject, trial: Trial) -> None:
     """Whether it accepts fewer key heads, values of other width, other numbers of keys."""
-
-    def accepts(sizes: Sizes) -> bool:
-        try:
-            subject.run(*subject.inputs(subject.fit(sizes), trial))
-        except SubjectError:
-            return False
-        return True
-
     has = subject.has
     if not subject.fixed:
         has.gqa = True  # or `fit` would change the sizes
-        has.gqa = accepts(Sizes(2, 6, 2, 5, 5, 4, 4))
-    has.even_width = not accepts(Sizes(2, 2, 2, 5, 5, 1, 1))
+        has.gqa = not _refusal(subject, Sizes(2, 6, 2, 5, 5, 4, 4), trial)
+    has.even_width = bool(_refusal(subject, Sizes(2, 2, 2, 5, 5, 1, 1), trial))
     has.wide = True
-    has.wide = accepts(Sizes(2, 2, 2, 5, 5, 4, 3))
+    has.wide = not _refusal(subject, Sizes(2, 2, 2, 5, 5, 4, 3), trial)
     has.cross = True
-    has.cross = accepts(Sizes(2, 2, 2, 3, 5, 4, 4))
+    has.cross = not _refusal(subject, Sizes(2, 2, 2, 3, 5, 4, 4), trial)
     heads = subject.fixed.get("H", 2)
     has.several_heads = heads > 1
     has.gqa |= subject.fixed.get("G", heads) != heads
     if heads == 1:
         subject.notes.append("It has one head: laws of several heads do not apply.")
-
-
-def _takes_windows(subject: Subject, trial: Trial) -> bool:
-    """Whether a window can be given beside its own pattern; blocks have sizes of another kind."""
-    if subject.conventions.block:
-        return False
-    try:
-        subject.run(*subject.inputs(subject.fit(Sizes(1, 1, 1, 4, 4, 4, 4)), trial), window=2)
-    except SubjectError as error:
-        subject.notes.append(f"A window is refused: {error}.")
-        return False
-    return True
 
 
 def probe_pattern(subject: Subject, trial: Trial) -> None:

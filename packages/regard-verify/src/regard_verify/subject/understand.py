@@ -4,14 +4,13 @@ import copy
 import inspect
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from regard_verify.law import Trial
-from regard_verify.subject.adapters import Adapter, adapted, model_folder
+from regard_verify.subject.adapters import Adapter, adapted
 from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
@@ -21,7 +20,6 @@ from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import (
     find,
     named_beside,
-    require_model,
     scaled_dot_product_attention,
     takes_heads,
 )
@@ -42,7 +40,7 @@ def understand(
     """The subject behind a name or an object: found, built, called, and its conventions probed.
 
     Args:
-        target: `PATH:NAME`, a dotted name, a folder with a model, or the object itself.
+        target: `PATH:NAME`, `package.module:NAME`, or the object itself.
         own: what is declared.
         seed: of the random inputs.
         name: of the subject in the report.
@@ -58,9 +56,6 @@ def understand(
     """
     own = Conventions() if own is None else own
     trial = Trial("probe", seed=seed)
-    if isinstance(target, str) and Path(target).is_dir():
-        require_model(Path(target))
-        return _module(model_folder(Path(target)), own, name or target, None, trial)
     beside = None
     if isinstance(target, str):
         name = name or target

@@ -11,7 +11,7 @@ A law that a project accepts to break is listed with the reason, in its configur
 
     regard_accepted =
         masked_poison: padding is cut before attention
-        my_attention.py:MultiHeadAttention zero_sizes: no batch is ever empty
+        my_attention.py:MultiHeadAttention fully_masked_forward: no sequence is empty
 
 It is not inside the package, because pytest imports its plugins at every start: this file imports
 pytest alone, and the rest when laws are collected.

@@ -103,7 +103,7 @@ def test_two_calls_that_differ_end_the_questions():
 
 
 def test_advice_keeps_its_status_and_names_its_cause():
-    advice = replace(broken("zero_sizes"), status="advice")
+    advice = replace(broken("masked_poison"), status="advice")
     found = settled([advice, broken("scale_closed_form")])
     assert [(each.status, each.because) for each in found] == [
         ("failed", ""),

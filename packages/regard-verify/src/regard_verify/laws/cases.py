@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard_verify.law import Broken, LawFunction, NotApplicable, Sizes, Trial, smallest
+from regard_verify.law import (
+    Broken,
+    LawFunction,
+    NotApplicable,
+    Sizes,
+    Trial,
+    require,
+    smallest,
+)
 from regard_verify.oracle import pattern
 from regard_verify.subject.decoding import in_steps
 from regard_verify.subject.probe_weights import learned_in_scores
@@ -100,6 +108,16 @@ def calls_on_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> l
         cut = partial(in_steps, subject, cuts=[13, 3, 1])
         found.append(Call("B=2 L=17 in pieces of [13, 3, 1]", cut, given))
     return found
+
+
+def rows_alone(call: Call, cause: str) -> None:
+    """Raise unless each row of the batch gives what it gives alone; other laws judge NaN."""
+    base = call()
+    for row in range(base.shape[0]):
+        one = slice(row, row + 1)
+        alone = call(**{name: x[one] for name, x in call.given.items()})
+        alone = torch.where(alone.isnan(), base[one], alone)
+        require(call.label, base[one], alone, 1e-4, f"row {row} {cause}")
 
 
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError, AssertionError)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
 from regard_verify.laws.cases import causal_call, causal_layer_call, random_mask, sizes_for
-from regard_verify.subject.probe_functions import pattern_length
+from regard_verify.subject.conventions import pattern_length
 from regard_verify.subject.subject import Call, Subject, SubjectError
 from regard_verify.visibility import differs, read_dependence
 

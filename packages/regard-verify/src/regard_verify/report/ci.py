@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from regard_verify import __version__
@@ -22,8 +22,7 @@ RULES = {  # what is reported beside laws
     "not_understood": "The subject can be found, built and called.",
     "judged": "The laws that matter most can be asked.",
 }
-Level = Literal["error", "warning", "note"]
-COMMANDS: dict[Level, str] = {"error": "error", "warning": "warning", "note": "notice"}
+COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}  # by level
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Finding:
     """
 
     rule: str
-    level: Level
+    level: str
     statement: str
     text: str
     file: str
@@ -58,7 +57,7 @@ def findings(report: Report) -> Iterator[Finding]:
             text = "\n".join(each.sentences(report.following(each.law)))
             place = re.match(r"(.+?):(\d+)(?::|$)", each.line)
             where = (Path(place[1]).as_posix(), int(place[2])) if place else (file, line)
-            yield Finding(each.law, level, each.statement, text, *where)  # type: ignore[arg-type]
+            yield Finding(each.law, level, each.statement, text, *where)
     if report.unjudged:
         text = f"{report.unjudged}\n{DECLARE}"
         yield Finding("judged", "warning", RULES["judged"], text, file, line)

@@ -22,9 +22,8 @@ _RUNS = (  # the same code run in another way, or in another dtype
     "dtype_bound", "strides", "train_eval_agree", "needs_weights_agree", "autocast_precision",
     "autocast_dtype", "default_dtype", "compile_agree",
     "compile_count", "dropout_stats", "dropout_in_eval", "reference_parity", "mla_absorbed",
-    "zero_sizes",
 )  # fmt: skip
-_STEPS = ("decode_equals_full", "chunked_prefill", "refused_step", "one_past_two_layers")
+_STEPS = ("decode_equals_full", "chunked_prefill", "one_past_two_layers")
 _VALUES = ("oracle_forward", "options_obeyed", "padding_side", "score_shift", "cross_attention",
            *_GRADIENTS, *_RUNS, *_STEPS)  # fmt: skip
 _MASKED = (
@@ -68,7 +67,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "causal_option": ("mask_and_causal",),
     "every_mask_argument": ("mask_dtype",),
     "score_shift": (*_GRADIENTS, "fully_masked_forward", "dtype_bound"),
-    "fully_masked_forward": (*_GRADIENTS, "zero_sizes"),
+    "fully_masked_forward": _GRADIENTS,
     "padding_content": ("padding_side", "masked_poison"),
     "documents_apart": (),
     "oracle_gradient": _GRADIENTS,
@@ -114,9 +113,16 @@ def _because(
             continue
         later = set(EXPLAINS[cause]) - set(order[: at + 1])
         for law in later.intersection(laws) - set(because):
-            if _may_explain(cause, law, broken):
+            # The counter-examples decide: NaN of a softmax over nothing is no wrong rule.
+            may = cause not in _OF_MASKS or _under_a_mask(law, broken)
+            if cause == "mask_and_causal" and law.startswith("fully_masked") and law in broken:
+                may = "NaN" not in str(broken[law].example)
+            if may:
                 because[law] = cause
     return because
+
+
+_OF_MASKS = ("mask_polarity", "mask_broadcast", "mask_and_causal")
 
 
 def _order(broken: Mapping[str, Outcome]) -> list[str]:
@@ -130,15 +136,6 @@ def _order(broken: Mapping[str, Outcome]) -> list[str]:
             order.remove(law)
             order.insert(order.index(after) + 1, law)
     return order
-
-
-def _may_explain(cause: str, law: str, broken: Mapping[str, Outcome]) -> bool:
-    """Whether the counter-examples allow that one broken law explains another."""
-    if cause == "mask_and_causal" and law.startswith("fully_masked") and law in broken:
-        return "NaN" not in str(broken[law].example)  # a softmax over nothing is no wrong rule
-    if cause in ("mask_polarity", "mask_broadcast", "mask_and_causal"):
-        return _under_a_mask(law, broken)
-    return True
 
 
 def _shows(law: str, words: str) -> Callable[[Mapping[str, Outcome]], bool]:

@@ -57,9 +57,12 @@ def _one_process(run: Run, request: Request) -> None:
             str(requested),
             str(answers),
         ]
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
+        variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # it imports the same
+        variables = {**os.environ, **variables}
         with Path(folder, "printed.txt").open("wb") as printed:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=_variables()
+                command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=variables
             )
             try:
                 too_long = _follow(run, process, answers, request.limit)
@@ -69,7 +72,8 @@ def _one_process(run: Run, request: Request) -> None:
                 process.wait()
         if not run.finished and not run.report.problem:
             _check_room(Path(folder))  # or the other process ended since it could not answer
-            _ended(run, process.wait(), too_long, _last_line(Path(folder, "printed.txt")))
+            text = Path(folder, "printed.txt").read_text(encoding="utf-8", errors="replace")
+            _ended(run, process.wait(), too_long, text.strip())
 
 
 def _check_room(folder: Path) -> None:
@@ -82,12 +86,6 @@ def _check_room(folder: Path) -> None:
             f"{folder} cannot be written: {error.strerror}; set TMPDIR to a folder on a disk with "
             "room"
         ) from error
-
-
-def _variables() -> dict[str, str]:
-    """The environment of the other process, which can import what this one can."""
-    path = os.pathsep.join(p for p in sys.path if p)
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
 
 
 def _follow(run: Run, process: "subprocess.Popen[bytes]", answers: Path, limit: float) -> str:
@@ -114,13 +112,14 @@ def _follow(run: Run, process: "subprocess.Popen[bytes]", answers: Path, limit: 
         time.sleep(0.02)
 
 
-def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
+def _ended(run: Run, code: int, too_long: str, printed: str) -> None:
     """Record the early end of the process as the outcome of the current law."""
     if too_long:
         cause = f"it did not come back within {too_long}"
     else:
         how = "ended the program with exit code" if code >= 0 else "was ended by signal"
-        cause = f"it {how} {abs(code)}{last_line}"
+        last = f"; the last line it printed: {printed.splitlines()[-1][:200]}" if printed else ""
+        cause = f"it {how} {abs(code)}{last}"
     law = LAWS.get(run.current)
     if law is not None:
         example = Counterexample("", "", "an output", "none", cause)
@@ -129,11 +128,6 @@ def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
         run.deaths += 1
     else:
         run.report.problem = f"while it was loaded and probed, {cause}"
-
-
-def _last_line(printed: Path) -> str:
-    lines = printed.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"; the last line it printed: {lines[-1][:200]}" if lines else ""
 
 
 def work(request: str, answers: str) -> None:
@@ -146,16 +140,10 @@ def work(request: str, answers: str) -> None:
     limit_memory(asked.memory)
     with Path(answers).open("a", encoding="utf-8") as out:
         for event in events(asked, conventions_from(asked.conventions)):
-            if event["event"] == "law":
-                limit_time(asked.limit)
+            if event["event"] == "law" and hasattr(signal, "setitimer"):  # not on Windows
+                signal.setitimer(signal.ITIMER_PROF, asked.limit)  # ends this process by SIGPROF
             out.write(json.dumps(event, default=str) + "\n")
             out.flush()
-
-
-def limit_time(seconds: float) -> None:
-    """End this process by SIGPROF when it has used so much processor time from now on."""
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_memory(gibibytes: float) -> None:

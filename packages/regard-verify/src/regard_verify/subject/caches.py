@@ -33,32 +33,28 @@ def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tu
     """
     if declared is not None:
         made_by = declared if callable(declared) else named_beside(beside, declared)
-        return [(_maker(module, made_by) if isinstance(made_by, type) else made_by, True)]
+        if isinstance(made_by, type):
+            made_by = partial(_made, module, made_by)
+        return [(made_by, True)]
     if isinstance(module, Adapter) and not isinstance(module, Positioned):
         return [(module.new_cache, True)]
-    found = _annotated(module, argument)
+    found = annotated(module, argument)
     found += [each for each in vars(beside).values() if _is_cache(each)] if beside else []
     if argument.startswith("past_key_value") and importlib.util.find_spec("transformers"):
         from transformers import DynamicCache
 
         found.append(DynamicCache)
-    return [(_maker(module, each), _of_layers(each)) for each in dict.fromkeys(found)]
+    makers: list[tuple[Maker, bool]] = []
+    for each in dict.fromkeys(found):
+        roles = {role_of(name) for name in parameters_of(getattr(each, update_of(each)))}
+        makers.append((partial(_made, module, each), bool(roles & {"layer index", "layers"})))
+    return makers
 
 
-def _of_layers(made_by: type) -> bool:
-    """Whether its update is given the index of a layer."""
-    update = getattr(made_by, update_of(made_by))
-    return any(role_of(name) in ("layer index", "layers") for name in parameters_of(update))
-
-
-def is_annotated(module: Any, argument: str) -> bool:
-    """Whether an argument of a layer is annotated with a class of caches."""
-    return bool(_annotated(module, argument))
-
-
-def _annotated(module: Any, argument: str) -> list[type]:
-    annotated = annotations_of(inner_of(module).forward).get(argument)
-    parts = getattr(annotated, "__args__", (annotated,))  # of `Cache | None`
+def annotated(module: Any, argument: str) -> list[type]:
+    """The classes of caches with which an argument of a layer is annotated."""
+    kind = annotations_of(inner_of(module).forward).get(argument)
+    parts = getattr(kind, "__args__", (kind,))  # of `Cache | None`
     return [each for each in parts if isinstance(each, type) and _is_cache(each)]
 
 
@@ -66,10 +62,6 @@ def _is_cache(each: Any) -> bool:
     if not isinstance(each, type) or not update_of(each):
         return False
     return getattr(each, "forward", nn.Module.forward) is nn.Module.forward
-
-
-def _maker(module: Any, made_by: type) -> Maker:
-    return partial(_made, module, made_by)
 
 
 def _made(module: Any, made_by: type) -> Any:

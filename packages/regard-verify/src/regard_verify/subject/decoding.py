@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard_verify.law import Trial
 from regard_verify.subject.adapters import inner_of
-from regard_verify.subject.caches import content_of, is_annotated, makers_of
+from regard_verify.subject.caches import annotated, content_of, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError, called
@@ -49,29 +49,31 @@ class Steps:
     def new(self) -> CacheState:
         """An empty cache."""
         if self.style == "internal":
-            _clear(self.call.module, self.empty)
+            inner = inner_of(self.call.module)
+            reset = next((getattr(inner, name) for name in RESETS if hasattr(inner, name)), None)
+            if reset is not None:
+                called(reset)
+            for name, value in self.empty.items() if reset is None else ():
+                setattr(inner, name, value.clone() if isinstance(value, Tensor) else value)
             return CacheState(None, 0)
         return CacheState(called(self.new_cache) if self.new_cache is not None else None, 0)
 
     def step(self, x: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
         """The output for x, whose tokens follow those in `state`, and the cache after it."""
-        with torch.no_grad():
-            return self.follow(x.clone(), state)
-
-    def follow(
-        self, x: Tensor, state: CacheState, *, columns: int = 0
-    ) -> tuple[Tensor, CacheState]:
-        """`step` with gradients and without a copy; the mask is `columns` keys too wide."""
+        x = x.clone()
         length = state.length + x.shape[1]
-        given = self._positions(state.length, x.shape[1])
+        names = parameters_of(self.call.module.forward)
+        given: dict[str, Any] = dict.fromkeys(_starts(names), state.length)
+        given |= {n: torch.arange(state.length, length) for n in POSITIONS if n in names}
         if self.argument:
             given[self.argument] = state.held
-        if "use_cache" in parameters_of(self.call.module.forward):
+        if "use_cache" in names:
             given["use_cache"] = True
-        keep = self.keep(state.length, x.shape[1])
-        if columns:
-            keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
-        result = self.call.result(x, keep=keep, before=state.length, **given)
+        keep = None
+        if not self.subject.conventions.causal and self.subject.has.mask:
+            keep = self.subject.visible(x.shape[1], length, causal=True)[None, None]
+        with torch.no_grad():
+            result = self.call.result(x, keep=keep, before=state.length, **given)
         held = state.held if self.style != "tuple" else _returned_cache(result)
         return self.call.out(result, x), CacheState(held, length)
 
@@ -87,18 +89,6 @@ class Steps:
         """The same way of passing a cache, with another module of the same kind."""
         return replace(self, call=replace(self.call, module=module))
 
-    def keep(self, before: int, new: int) -> Tensor | None:
-        """The causal mask of a step, where the layer is not causal by itself."""
-        if self.subject.conventions.causal or not self.subject.has.mask:
-            return None
-        return self.subject.visible(new, before + new, causal=True)[None, None]
-
-    def _positions(self, before: int, new: int) -> dict[str, Any]:
-        names = parameters_of(self.call.module.forward)
-        given: dict[str, Any] = dict.fromkeys(_starts(names), before)
-        given.update({n: torch.arange(before, before + new) for n in POSITIONS if n in names})
-        return given
-
 
 def _returned_cache(result: Any) -> Any:
     """The cache among the returned values: a tuple, a list, an object, or one tensor of keys
@@ -111,17 +101,6 @@ def _returned_cache(result: Any) -> Any:
             if isinstance(each, Tensor) and each.ndim == 5:  # [2, B, G, S, D]
                 return each
     raise SubjectError("it returned no cache beside its output")
-
-
-def _clear(module: Any, empty: dict[str, Any]) -> None:
-    """Make the cache in a layer empty: by its own method, or as it was before the first call."""
-    inner = inner_of(module)
-    reset = next((name for name in RESETS if hasattr(inner, name)), None)
-    if reset is not None:
-        called(getattr(inner, reset))
-        return
-    for name, value in empty.items():
-        setattr(inner, name, value.clone() if isinstance(value, Tensor) else value)
 
 
 def _held(module: Any) -> dict[str, Any]:
@@ -216,7 +195,7 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
     names = [
         name
         for name, each in taken.items()
-        if (_ARGUMENTS.search(name) or is_annotated(module, name))
+        if (_ARGUMENTS.search(name) or annotated(module, name))
         and not isinstance(each.default, (bool, int))
         and name not in ("use_cache", call.context, *POSITIONS, *_starts(taken))
     ]

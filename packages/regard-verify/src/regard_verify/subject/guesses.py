@@ -62,16 +62,9 @@ def words_of(name: str) -> list[str]:
         (['attention', 'head'], ['kv', 'head'], ['head'])
     """
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_").split("_")
-    return [word for word in map(_singular, parts) if word and word not in _COUNTS]
-
-
-def _singular(word: str) -> str:
-    word = re.sub(r"^n(heads?|embd|ctx)$", r"\1", word)
-    return (
-        word[:-1]
-        if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "ias"))
-        else word
-    )
+    parts = [re.sub(r"^n(heads?|embd|ctx)$", r"\1", word) for word in parts]
+    singular = [re.sub(r"(?<=...)(?<!s)(?<!ia)s$", "", word) for word in parts]
+    return [word for word in singular if word and word not in _COUNTS]
 
 
 def role_of(name: str, annotation: Any = None) -> str | None:

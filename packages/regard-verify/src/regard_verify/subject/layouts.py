@@ -40,24 +40,16 @@ def natural_roles(
     unread[[c for part in parts for c in part]] = False
     values[..., unread] = 0.0
     got = run(values).double()
-    for roles in usual_layouts(parts, got.shape[-1], declared):
-        found = _matching(got, values, roles)
-        if found is not None:
-            return found
-    return None
-
-
-def _matching(got: Tensor, values: Tensor, roles: Roles) -> Natural | None:
-    """The layout, if the definition or a mistake gives `got` with it."""
     allowed = CLOSE * (1 + float(got.abs().max()))
-    for causal, pairing, out in _outputs(values, roles):
-        if out.shape[-1] != len(roles.outputs[0]):
-            continue  # keys of another size, used as values
-        merged = torch.zeros_like(got)
+    for roles in usual_layouts(parts, got.shape[-1], declared):
         order = [c for head in roles.outputs for c in head]
-        merged[..., order] = out.transpose(1, 2).flatten(-2)
-        if float((merged - got).abs().max()) <= allowed:
-            return Natural(roles, causal, pairing)
+        for causal, pairing, out in _outputs(values, roles):
+            if out.shape[-1] != len(roles.outputs[0]):
+                continue  # keys of another size, used as values
+            merged = torch.zeros_like(got)
+            merged[..., order] = out.transpose(1, 2).flatten(-2)
+            if float((merged - got).abs().max()) <= allowed:
+                return Natural(roles, causal, pairing)
     return None
 
 

@@ -221,10 +221,9 @@ def _letter(name: str) -> str:
 
 def _is_context(name: str, argument: inspect.Parameter) -> bool:
     """Whether an argument is another sequence: by its name, or because it must be given."""
-    lower = name.lower()
-    if any(word in lower for word in NO_CONTEXT):
+    if any(word in name.lower() for word in NO_CONTEXT):
         return False
-    named = lower in CONTEXT_NAMES or any(word in lower for word in CONTEXT_WORDS)
+    named = _names_context(name.lower())
     plain = argument.annotation in (argument.empty, Tensor, "Tensor", "torch.Tensor")
     return named or (argument.default is argument.empty and plain)
 
@@ -251,5 +250,8 @@ def _of_context(mask: str) -> bool:
         ...  if not _of_context(name)]
         ['mask']
     """
-    first = re.sub(r"_?(attn|attention)?_?(padding_)?mask$", "", mask.lower())
-    return first in CONTEXT_NAMES or any(word in first for word in CONTEXT_WORDS)
+    return _names_context(re.sub(r"_?(attn|attention)?_?(padding_)?mask$", "", mask.lower()))
+
+
+def _names_context(name: str) -> bool:
+    return name in CONTEXT_NAMES or any(word in name for word in CONTEXT_WORDS)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,19 +42,15 @@ def argument_forms(subject: Subject) -> dict[str, MaskForm | None]:
         tried += forms([name], Conventions())
         hidden = getattr(getattr(call, "module", None), "hidden", "-inf")
         tried = [form._replace(hidden=hidden) for form in tried]
-        found[name] = next((form for form in tried if _hides(subject, form)), None)
+        found[name] = None
+        for form in tried:
+            trial, other = Trial("other masks"), with_form(subject, form, {})
+            with suppress(SubjectError):
+                layer = other.layer if isinstance(other.layer, ModuleCall) else None
+                if hides_in_output(layer, other, trial) if layer else hides_one_key(other, trial):
+                    found[name] = form
+                    break
     return found
-
-
-def _hides(subject: Subject, form: MaskForm) -> bool:
-    """Whether a mask in this form hides key 1 and nothing else."""
-    trial, other = Trial("other masks"), with_form(subject, form, {})
-    try:
-        if isinstance(other.layer, ModuleCall):
-            return hides_in_output(other.layer, other, trial)
-        return hides_one_key(other, trial)
-    except SubjectError:
-        return False
 
 
 def hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:

@@ -150,22 +150,17 @@ def _ways(module: Any, names: Sequence[str], own: Conventions) -> Iterator[Table
     if all(name in (*STARTS, *IDS) for name in names):
         yield None
         return
-    dims = _dims(module, own)
-    if any(name in COMPLEX for name in names):
-        yield from (Angles(dim, shape) for dim in dims for shape in ("complex", "stacked"))
-    for dim in dims:
-        for width in (2, 1):
-            yield from (Angles(dim, shape, width) for shape in SHAPES)
-
-
-def _dims(module: Any, own: Conventions) -> list[int]:
-    """Widths of a head that are likely, those first that the module or its configuration holds."""
     held = [own.head_dim] if own.head_dim else []
     for holder in (module, getattr(module, "config", None)):
         for name, value in getattr(holder, "__dict__", {}).items():
             if role_of(name) == "head width" and type(value) is int:
                 held.append(value)
-    return list(dict.fromkeys([*held, *WIDTHS]))
+    dims = dict.fromkeys([*held, *WIDTHS])  # of a head: those that it names come first
+    if any(name in COMPLEX for name in names):
+        yield from (Angles(dim, shape) for dim in dims for shape in ("complex", "stacked"))
+    for dim in dims:
+        for width in (2, 1):
+            yield from (Angles(dim, shape, width) for shape in SHAPES)
 
 
 def _failure(module: Any, own: Conventions) -> str:

@@ -14,7 +14,7 @@ import torch
 from regard_verify.blame import line_of, with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
-from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.conventions import pattern_length, probe_length
 from regard_verify.subject.functions import (
     LAYOUTS,
     ONE_HEAD,
@@ -36,7 +36,6 @@ from regard_verify.subject.subject import Subject, SubjectError, output_of
 from regard_verify.visibility import nearest_pattern
 
 MULTIPLES = (None, 2, 3, 4, 8, 16, 32, 64, 128)  # of which lengths may have to be multiples
-LENGTH = 12  # tokens of a probe: enough to tell patterns apart, three blocks of 4 among them
 
 
 def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -> None:
@@ -142,16 +141,6 @@ def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> Subj
     return error
 
 
-def tried_length(own: Conventions) -> int:
-    """A length that shows whether all multiples are taken; no other multiple divides it."""
-    return 11 * own.multiple if own.multiple else 3
-
-
-def pattern_length(own: Conventions) -> int:
-    """A length that shows which keys are visible: three blocks, if they are as long as that."""
-    return max(LENGTH, 3 * (own.multiple or 1))
-
-
 def say_multiple(subject: Subject) -> None:
     """Say which lengths the subject takes."""
     if subject.conventions.multiple:
@@ -184,7 +173,7 @@ def _returns(call: FunctionCall, trial: Trial) -> str:
 def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
     """These sizes, with the heads and lengths that the layout and the function allow."""
     if call.own.multiple:
-        sizes = sizes._replace(L=tried_length(call.own), S=tried_length(call.own))
+        sizes = sizes._replace(L=probe_length(call.own), S=probe_length(call.own))
     if call.layout in ONE_HEAD:
         return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
     return sizes

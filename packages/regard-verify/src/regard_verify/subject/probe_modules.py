@@ -10,7 +10,7 @@ from torch import nn
 from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.subject.adapters import Adapter, TransformersModel
-from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.conventions import Conventions, pattern_length, probe_length
 from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard_verify.subject.modules import (
     ModuleCall,
@@ -25,13 +25,11 @@ from regard_verify.subject.probe_functions import (
     MULTIPLES,
     choose_form,
     hides_one_key,
-    pattern_length,
     probe_alignment,
     probe_pattern,
     refusal,
     say_multiple,
     summary,
-    tried_length,
 )
 from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.reach import ProjectedHeads, reach, reach_by_layout
@@ -55,7 +53,12 @@ def probe_module(module: nn.Module, subject: Subject, trial: Trial) -> None:
     call = _first_call(module, subject, trial)
     subject.layer = call
     subject.has.layer = subject.has.module = True
-    _pattern_of_layer(subject, trial)
+    own = subject.conventions
+    if own.causal is None or own.window is None:
+        x = subject.tokens(1, pattern_length(own), trial)
+        visible = read_dependence(subject.run_layer, x)
+        pattern, subject.inferred["attends to"] = nearest_pattern(visible, diagonal=False)
+        subject.conventions = own.found(**pattern)
     heads = _heads(call, subject, declared, trial)
     if heads is None and (own := subject.conventions).block and not own.multiple:
         subject.conventions = own.found(multiple=own.block)  # no block in it is padded
@@ -135,7 +138,7 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial, given: int | None)
         for tried in _first_forms(call, subject):
             found = replace(tried, layout=layout)
             try:
-                x = trial.randn(2, tried_length(subject.conventions), width)
+                x = trial.randn(2, probe_length(subject.conventions), width)
                 with torch.no_grad():
                     base = found(x)
                     other = x.clone()
@@ -174,15 +177,6 @@ def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
     made = [replace(call, form=form) for form in forms(names, subject.conventions)]
     own = replace(call.own, options={**call.own.options, call.form.argument: None})
     return [replace(call, own=own, form=MaskForm("")), *made]
-
-
-def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
-    own = subject.conventions
-    if own.causal is not None and own.window is not None:
-        return
-    depends = read_dependence(subject.run_layer, subject.tokens(1, pattern_length(own), trial))
-    pattern, subject.inferred["attends to"] = nearest_pattern(depends, diagonal=False)
-    subject.conventions = own.found(**pattern)
 
 
 def _mask_of_layer(

@@ -131,12 +131,6 @@ class ProjectedHeads:
         order = torch.tensor([c for head in self.roles.outputs for c in head])
         return merged[..., order].unflatten(-1, (heads, width)).transpose(1, 2)
 
-    def normalizes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether three times larger queries and keys give the same output: it normalises them."""
-        with torch.no_grad():
-            one, other = (self(n * q, n * k, v, bare=False) for n in (1.0, 3.0))
-        return bool(torch.allclose(one, other, atol=1e-3))
-
     def learned(self, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
         """The parameters that change the merged heads of chosen queries, keys and values.
 

@@ -15,7 +15,7 @@ from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard_verify.subject.decoding import find_stepper
-from regard_verify.subject.functions import OfModule, takes_module
+from regard_verify.subject.functions import OfModule, OnPages, takes_module
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import (
     find,
@@ -24,7 +24,6 @@ from regard_verify.subject.lookup import (
     takes_heads,
 )
 from regard_verify.subject.modules import set_dropout
-from regard_verify.subject.pages import OnPages
 from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
@@ -102,7 +101,10 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
         return _from_class(target, own, name, beside, trial)
     if not callable(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
-    if own.kind not in ("function", "paged") and _is_factory(target):
+    taken = parameters_of(target).values()
+    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or takes_heads(target)
+    builds = inspect.isroutine(target) and not by_place and not required_of(target)
+    if builds and own.kind not in ("function", "paged"):
         built = build(target, own)
         subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
         _remember(subject, built, target, own)
@@ -208,10 +210,3 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
     probe_module(module, subject, trial)
     find_stepper(subject, beside, trial)
     return subject
-
-
-def _is_factory(target: Any) -> bool:
-    """Whether it is a function without required arguments that may build a subject."""
-    taken = parameters_of(target).values()
-    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or takes_heads(target)
-    return bool(inspect.isroutine(target)) and not by_place and not required_of(target)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
-from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status, counted
+from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status, count_of
 from regard_verify.run.check import check
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.writing import (
@@ -168,7 +168,9 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
             line = f"{WORDS[each.status]} {each.law}: {each.statement}"
             say(console, line, bold=WORDS[each.status], colour=STATUS_COLOURS[each.status])
     else:
-        say(console, f"{counted(len(report.having('passed')), 'law')} kept.", style=COLOURS["kept"])
+        say(
+            console, f"{count_of(len(report.having('passed')), 'law')} kept.", style=COLOURS["kept"]
+        )
     if any(each.example and "B=" in each.example.shape for each in report.causes):
         say(console, f"Cases: {LETTERS}", style="dim")
     if any(each.example and each.example.actual_grid for each in report.causes):
@@ -212,7 +214,7 @@ def _not_applicable(reasons: Mapping[str, list[str]], console: Console) -> None:
     told = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
     if others := sum(many for many, _ in most_first[REASONS:]):
         told.append(f"other reasons ({others}), which --all lists")
-    what = f"{counted(sum(map(len, reasons.values())), 'law')} do not apply:"
+    what = f"{count_of(sum(map(len, reasons.values())), 'law')} do not apply:"
     console.print()
     say(console, f"{what} {'; '.join(told)}.", bold=what)
 

@@ -220,10 +220,10 @@ class Report:
         asked, broken, causes = len(self.asked), len(self.failed), len(self.causes)
         verdict = "right as far as it was judged"
         if broken:
-            verdict = f"broken, for {counted(causes, 'cause')}"
+            verdict = f"broken, for {count_of(causes, 'cause')}"
         if self.unjudged or not asked:
             verdict = f"{verdict}, and only partly judged" if broken else "partly judged"
-        laws = f"{asked} of {counted(len(self.outcomes), 'law')} {'was' if asked == 1 else 'were'}"
+        laws = f"{asked} of {count_of(len(self.outcomes), 'law')} {'was' if asked == 1 else 'were'}"
         more = f"asked, {broken or 'none'} {'are' if broken > 1 else 'is'} broken"
         return f"{self.subject}: {verdict}. {laws} {more}."
 
@@ -237,7 +237,7 @@ class Report:
         """How many of the laws that were asked are broken; else the verdict."""
         if self.verdict not in ("kept", "broken"):
             return self.verdict
-        return f"{len(self.failed) or 'none'} of {counted(len(self.asked), 'law')} broken"
+        return f"{len(self.failed) or 'none'} of {count_of(len(self.asked), 'law')} broken"
 
     def to_json(self) -> str:
         """The report as JSON; `Report.from_json` reads it."""
@@ -256,7 +256,7 @@ class Report:
         return Report(**whole)
 
 
-def counted(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     """A number and a noun, in the plural where it is not 1."""
     return f"{number} {noun}{'s' * (number != 1)}"
 

@@ -50,13 +50,7 @@ def _one_process(run: Run, request: Request) -> None:
         _check_room(Path(folder))
         requested.write_text(json.dumps(asdict(request)), encoding="utf-8")
         answers.touch()
-        command = [
-            sys.executable,
-            "-m",
-            "regard_verify.run.separate_process",
-            str(requested),
-            str(answers),
-        ]
+        command = [sys.executable, "-m", __name__, str(requested), str(answers)]
         variables = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
         variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # it imports the same
         variables = {**os.environ, **variables}

@@ -38,7 +38,7 @@ def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tu
         return [(made_by, True)]
     if isinstance(module, Adapter) and not isinstance(module, Positioned):
         return [(module.new_cache, True)]
-    found = annotated(module, argument)
+    found = cache_classes(module, argument)
     found += [each for each in vars(beside).values() if _is_cache(each)] if beside else []
     if argument.startswith("past_key_value") and importlib.util.find_spec("transformers"):
         from transformers import DynamicCache
@@ -51,7 +51,7 @@ def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tu
     return makers
 
 
-def annotated(module: Any, argument: str) -> list[type]:
+def cache_classes(module: Any, argument: str) -> list[type]:
     """The classes of caches with which an argument of a layer is annotated."""
     kind = annotations_of(inner_of(module).forward).get(argument)
     parts = getattr(kind, "__args__", (kind,))  # of `Cache | None`

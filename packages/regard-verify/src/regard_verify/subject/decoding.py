@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard_verify.law import Trial
 from regard_verify.subject.adapters import inner_of
-from regard_verify.subject.caches import annotated, content_of, makers_of
+from regard_verify.subject.caches import cache_classes, content_of, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError, called
@@ -195,7 +195,7 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
     names = [
         name
         for name, each in taken.items()
-        if (_ARGUMENTS.search(name) or annotated(module, name))
+        if (_ARGUMENTS.search(name) or cache_classes(module, name))
         and not isinstance(each.default, (bool, int))
         and name not in ("use_cache", call.context, *POSITIONS, *_starts(taken))
     ]

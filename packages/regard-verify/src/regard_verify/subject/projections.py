@@ -280,7 +280,7 @@ class Attention:
         """The number of channels of each source."""
         return [place.channels for place in self.sources]
 
-    def numbered(self) -> Iterator[tuple[Place, range]]:
+    def channels_by_source(self) -> Iterator[tuple[Place, range]]:
         """Each source with its channels, which are numbered over all sources."""
         first = 0
         for place in self.sources:

@@ -64,7 +64,7 @@ class ProjectedHeads:
         parts = {"q": self.roles.queries, "k": self.roles.keys, "v": self.roles.values}
         letters = {c: letter for letter, part in parts.items() for head in part for c in head}
         found = {}
-        for place, channels in self.attention.numbered():
+        for place, channels in self.attention.channels_by_source():
             made = {letters.get(channel) for channel in channels}
             if len(made) == 1 and None not in made and place.key[0] in names:
                 found[names[place.key[0]]] = str(made.pop())
@@ -75,7 +75,7 @@ class ProjectedHeads:
         queries = {c for head in self.roles.queries for c in head}
         makers = [
             place.key[0]
-            for place, channels in self.attention.numbered()
+            for place, channels in self.attention.channels_by_source()
             if queries.intersection(channels)
         ]
         names = {id(x): name for name, x in self.call.module.named_parameters()}
@@ -104,7 +104,7 @@ class ProjectedHeads:
             place.update({c: start + at for at, c in enumerate(channels)})
         return [
             torch.tensor([place.get(channel, zero) for channel in channels])
-            for _, channels in self.attention.numbered()
+            for _, channels in self.attention.channels_by_source()
         ]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -323,7 +323,7 @@ def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:
     given = tokens_for(attention.call, sizes_of(attention.call)[0], trial.randn)
     base = {product.key: product.out for product in recorded(attention.call, given)}
     found = []
-    for place, channels in attention.numbered():
+    for place, channels in attention.channels_by_source():
         with torch.no_grad(), Products({place.key: base[place.key] + 1.0}, rest=True) as products:
             attention.call.result(given["x"], **{n: x for n, x in given.items() if n != "x"})
         feeds = any(
@@ -345,7 +345,7 @@ def replays(attention: Attention, roles: Roles, trial: Trial) -> bool:
     parts = (*roles.queries, *roles.keys, *roles.values, roles.gates, roles.left_out)
     known = {c for part in parts for c in part}
     values = []
-    for place, channels in attention.numbered():
+    for place, channels in attention.channels_by_source():
         x = place.read(by_key[place.key].out, sizes["B"], sizes[place.tokens])
         values.append(torch.where(torch.tensor([c in known for c in channels]), x, 0.0))
     with torch.no_grad():

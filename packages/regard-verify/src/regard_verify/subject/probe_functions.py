@@ -136,7 +136,8 @@ def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> Subj
     """
     error = SubjectError(text)
     error.__cause__, error.line = errors[0].__cause__, line_of(errors[0])
-    of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
+    causes = [each.__cause__ for each in errors if not isinstance(each.__cause__, RecursionError)]
+    of_shapes = any(isinstance(cause, RuntimeError) for cause in causes)  # of einops, too
     error.crashes = declared is not None or not of_shapes
     return error
 

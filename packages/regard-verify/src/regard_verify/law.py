@@ -190,9 +190,10 @@ def fail(shape: Any, cell: str, expected: Any, got: Any, cause: str) -> NoReturn
 
 
 def worst(got: Tensor, expected: Tensor) -> tuple[tuple[int, ...], float]:
-    """The index of the largest error, and that error; NaN counts as infinite."""
+    """The index of the largest error, and that error; NaN counts as infinite, if it is in one."""
     error = (got.double() - expected.double()).abs()
     error = torch.where(error.isnan(), float("inf"), error)
+    error = torch.where(got.isnan() & expected.isnan(), 0.0, error)
     at = int(error.argmax())
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape)), float(
         error.flatten()[at]

@@ -214,6 +214,7 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the heads are merged without transposing them back": lambda heads: _merged(heads.out()),
     "the last key is left out": partial(_without, key=-1),
     "the first key is left out": partial(_without, key=0),
+    "the last key is lost after the softmax": lambda x: x.weights()[..., :-1] @ x.v[..., :-1, :],
     "the output is divided by the number of keys": lambda heads: heads.out() / heads.k.shape[2],
 }
 AVERAGED = "the parts of two ranks are averaged, and not merged by their sums of exponentials"

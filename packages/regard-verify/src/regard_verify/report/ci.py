@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from regard_verify import __version__
@@ -94,26 +93,23 @@ def sarif(report: Report) -> str:
     statements = {each.rule: each.statement for each in found}
     rules = [{"id": rule, "shortDescription": {"text": text}} for rule, text in statements.items()]
     driver = {"name": "regard-verify", "version": __version__, "rules": rules}
+    results = []
+    for each in found:
+        place = {"artifactLocation": {"uri": quote(each.file)}, "region": {"startLine": each.line}}
+        result = {
+            "ruleId": each.rule,
+            "ruleIndex": list(statements).index(each.rule),
+            "level": each.level,
+            "message": {"text": each.text},
+            "locations": [{"physicalLocation": place}],
+        }
+        results.append(result)
     run = {
         "tool": {"driver": driver},
-        "results": [
-            {
-                "ruleId": each.rule,
-                "ruleIndex": list(statements).index(each.rule),
-                "level": each.level,
-                "message": {"text": each.text},
-                "locations": [_place(each)],
-            }
-            for each in found
-        ],
+        "results": results,
         "invocations": [{"executionSuccessful": not report.problem}],
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
-
-
-def _place(each: Finding) -> dict[str, Any]:
-    place = {"artifactLocation": {"uri": quote(each.file)}, "region": {"startLine": each.line}}
-    return {"physicalLocation": place}
 
 
 def annotations(report: Report) -> Iterator[str]:

@@ -110,12 +110,8 @@ def _of_an_error(law: Law, subject: Subject, error: Exception) -> Outcome:
     else:
         cause = f"the call ended in {said(error, line_of(error, files))}"
     example = Counterexample("", "", "an output", "an error", cause)
-    return located(outcome(law, "failed", example=example), error, files)
-
-
-def located(found: Outcome, error: Exception, files: Collection[str] = ()) -> Outcome:
-    """The same outcome with the line of the subject in which an error was raised."""
     told = error.line if isinstance(error, SubjectError) else ""
+    found = outcome(law, "failed", example=example)
     return replace(found, line=told or line_of(error, files))
 
 
@@ -184,7 +180,7 @@ def crash(error: Exception) -> Outcome | None:
         return None
     text = f"it raised {said(cause)}"
     example = Counterexample("", "", "an output", "an error, as for all other shapes", text)
-    return located(outcome(LAWS["runs"], "failed", example=example), error)
+    return replace(outcome(LAWS["runs"], "failed", example=example), line=error.line)
 
 
 Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are

@@ -142,7 +142,7 @@ class ModuleCall:
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
-        required = is_required(forward_of(self.module), self.context)
+        required = is_required(self.module, self.context)
         if context is None and (required or not self.alone):
             context = x  # it must be given another sequence: here, its own
         if raw is not None:
@@ -169,12 +169,7 @@ class ModuleCall:
 
     def requires_a_mask(self) -> bool:
         """Whether its mask argument has no default."""
-        return is_required(forward_of(self.module), self.form.argument)
-
-
-def forward_of(module: Any) -> Any:
-    """The function whose arguments are those of a call."""
-    return getattr(module, "forward", module)
+        return is_required(self.module, self.form.argument)
 
 
 CONTEXT_WORDS = ("context", "encoder", "memory", "cross", "source", "key_value", "condition")
@@ -203,7 +198,7 @@ def inputs_of(module: Any) -> Inputs:
     """
     arguments = {
         name: each
-        for name, each in parameters_of(forward_of(module)).items()
+        for name, each in parameters_of(module).items()
         if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     }
     names = list(arguments)
@@ -230,14 +225,14 @@ def _is_context(name: str, argument: inspect.Parameter) -> bool:
 
 def masks_of(module: Any) -> list[str]:
     """Arguments of its forward that may be a mask of its own tokens, if it has such."""
-    names = mask_arguments(forward_of(module))
+    names = mask_arguments(module)
     own = [name for name in names if not _of_context(name)]
     return own or names
 
 
 def context_mask_of(module: Any) -> str:
     """The argument that masks another sequence, beside a mask of its own tokens; or ""."""
-    names = mask_arguments(forward_of(module))
+    names = mask_arguments(module)
     other = [name for name in names if _of_context(name)]
     return other[0] if other and len(other) < len(names) else ""
 

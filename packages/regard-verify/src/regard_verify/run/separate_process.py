@@ -131,25 +131,18 @@ def work(request: str, answers: str) -> None:
     """
     asked = Request(**json.loads(Path(request).read_text(encoding="utf-8")))
     torch.set_num_threads(1)
-    limit_memory(asked.memory)
+    with suppress(ImportError, OSError):  # where the system can limit the address space
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])  # in use now
+        most = pages * resource.getpagesize() + int(asked.memory * (1 << 30))
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     with Path(answers).open("a", encoding="utf-8") as out:
         for event in events(asked, conventions_from(asked.conventions)):
             if event["event"] == "law" and hasattr(signal, "setitimer"):  # not on Windows
                 signal.setitimer(signal.ITIMER_PROF, asked.limit)  # ends this process by SIGPROF
             out.write(json.dumps(event, default=str) + "\n")
             out.flush()
-
-
-def limit_memory(gibibytes: float) -> None:
-    """Limit the address space to the memory in use now plus `gibibytes`, where the system can."""
-    try:
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (ImportError, OSError):
-        return
-    most = pages * resource.getpagesize() + int(gibibytes * (1 << 30))
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,9 @@ SIZES = {
 }  # fmt: skip
 
 
+MOST_WIDTHS = 6  # that are tried where nothing names the width
+
+
 def size_of(module: nn.Module, what: str) -> int | None:
     """A size of the module, by one of its usual names on the module or its configuration."""
     inner = inner_of(module)
@@ -85,6 +88,16 @@ def size_of(module: nn.Module, what: str) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def widths_of(module: nn.Module, declared: int | None) -> list[int]:
+    """Widths that its input may have: the declared one alone, or those of names and weights."""
+    if declared is not None:
+        return [declared]
+    named = size_of(module, "width")
+    sizes = [size for each in module.parameters() if each.ndim >= 2 for size in each.shape[:0:-1]]
+    first = [each.shape[0] for each in module.parameters() if each.ndim >= 2]
+    return list(dict.fromkeys([*([named] if named else []), *sizes, *first]))[:MOST_WIDTHS]
 
 
 def softcap_of(module: nn.Module) -> float | None:

@@ -15,6 +15,7 @@ from regard_verify.subject.adapters import Adapter, is_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import mask_arguments
+from regard_verify.subject.modules import widths_of
 from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import SubjectError, called, output_of
 
@@ -164,18 +165,19 @@ def _ways(module: Any, names: Sequence[str], own: Conventions) -> Iterator[Table
 
 
 def _failure(module: Any, own: Conventions) -> str:
-    """Why a call on x of two sizes fails; "" if it does not."""
+    """Why calls on x of two sizes fail, in the likeliest width; "" if they do not."""
     names = required_of(module)
     masks = [name for name in mask_arguments(module) if name in names]
-    width = own.width or next((p.shape[1] for p in module.parameters() if p.ndim == 2), 32)
-    for batch, length in ((3, 7), (2, 3)):
-        x = torch.randn(batch, length, width)
+    given, failures = {**dict.fromkeys(masks), **own.options}, []
+    for width in widths_of(module, own.width) or [32]:
         try:
-            with torch.no_grad():
-                given = {**dict.fromkeys(masks), **own.options}
-                out = output_of(called(module, x, **given), x.numel())
+            for batch, length in ((3, 7), (2, 3)):
+                x = torch.randn(batch, length, width)
+                with torch.no_grad():
+                    out = output_of(called(module, x, **given), x.numel())
+                if tuple(out.shape[:2]) != (batch, length):
+                    raise SubjectError(f"from {list(x.shape)} it returned shape {list(out.shape)}")
+            return ""
         except SubjectError as error:
-            return str(error)
-        if tuple(out.shape[:2]) != (batch, length):
-            return f"from {list(x.shape)} it returned shape {list(out.shape)}"
-    return ""
+            failures.append(str(error))
+    return failures[0]

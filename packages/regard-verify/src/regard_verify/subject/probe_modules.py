@@ -19,6 +19,7 @@ from regard_verify.subject.modules import (
     masks_of,
     size_of,
     softcap_of,
+    widths_of,
 )
 from regard_verify.subject.other_masks import causal_works, hides_in_output
 from regard_verify.subject.probe_functions import (
@@ -37,7 +38,6 @@ from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 
 UNREACHED = "Its queries, keys and values were not found in it: only laws of whole layers apply."
-MOST_WIDTHS = 6  # that are tried where nothing names the width
 OPTIONS = {  # by ability, the usual names of the argument
     "weights": ("need_weights", "output_attentions", "return_weights", "return_attention"),
     "causal": ("is_causal", "causal"),
@@ -88,7 +88,7 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
     """
     declared, refusals = subject.conventions, []
     multiples = [declared.multiple] if declared.multiple else MULTIPLES
-    for multiple, width in product(multiples, _widths(module, declared.width)):
+    for multiple, width in product(multiples, widths_of(module, declared.width)):
         subject.conventions = declared.found(width=width, multiple=multiple)
         try:
             call = _layout(_call(module, subject), subject, trial, declared.width)
@@ -100,16 +100,6 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
     if refusals:
         raise refusals[0]
     raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
-
-
-def _widths(module: nn.Module, declared: int | None) -> list[int]:
-    """Widths that its input may have: the declared one alone, or those of names and weights."""
-    if declared is not None:
-        return [declared]
-    named = size_of(module, "width")
-    sizes = [size for each in module.parameters() if each.ndim >= 2 for size in each.shape[:0:-1]]
-    first = [each.shape[0] for each in module.parameters() if each.ndim >= 2]
-    return list(dict.fromkeys([*([named] if named else []), *sizes, *first]))[:MOST_WIDTHS]
 
 
 def _call(module: nn.Module, subject: Subject) -> ModuleCall:

@@ -113,6 +113,9 @@ WOULD = {  # the output [B, H, L, D] for q, k, v and what is visible
         plain(q, k, v, keep)
     ),
     "the output is divided by the number of keys": lambda q, k, v, keep: plain(q, k, v, keep) / 5,
+    "the last key is lost after the softmax": lambda q, k, v, keep: plain(
+        q, k, v * (np.arange(5) < 4)[:, None], keep
+    ),
 }
 VISIBLE = {  # those that a query which sees nothing would spoil
     "the last key is left out": lambda q, k, v, keep: plain(q, k, v, without(keep, -1)),

@@ -56,6 +56,29 @@ def test_a_module_whose_shapes_do_not_fit_is_broken():
         assert report.causes[0].line.endswith(": scores = q @ k")
 
 
+class ShapeError(RuntimeError):
+    """As einops raises."""
+
+
+class OfFrames(nn.Module):
+    """It takes x [B, T, L, E], with an axis of frames."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.to_qkv, self.to_out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        if x.ndim != 4:
+            raise ShapeError("expected 4 dims, received 3")
+        return self.to_out(subjects.right(*self.to_qkv(x).chunk(3, -1)))
+
+
+def test_a_module_of_other_axes_is_not_understood_and_not_broken():
+    report = check(OfFrames, quick=True)
+    assert report.exit_code == 2
+    assert "expected 4 dims" in report.problem and "name a function" in report.problem
+
+
 def test_a_function_that_never_ends_its_recursion_is_broken():
     report = check(subjects.recursive)
     assert report.failed == ["runs"]

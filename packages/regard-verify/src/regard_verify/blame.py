@@ -9,6 +9,7 @@ import sysconfig
 import textwrap
 import traceback
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,15 @@ def files_of(*things: Any) -> frozenset[str]:
     for thing in things:
         parts = thing.modules() if isinstance(thing, nn.Module) else [thing]
         for part in parts:
-            file = _file_of(part)
+            file = ""
+            part = getattr(part, "func", part)  # of a partial
+            for each in (part, type(part)):
+                with suppress(TypeError, ValueError, OSError):
+                    file = file or inspect.getsourcefile(inspect.unwrap(each)) or ""
             plain_layer = isinstance(part, nn.Module) and part is not thing and _of_torch(file)
             if file and not plain_layer and not _of_the_suite(file):
                 found.add(file)
     return frozenset(found)
-
-
-def _file_of(thing: Any) -> str:
-    thing = getattr(thing, "func", thing)  # of a partial
-    for each in (thing, type(thing)):
-        try:
-            return inspect.getsourcefile(inspect.unwrap(each)) or ""
-        except (TypeError, ValueError, OSError):
-            continue
-    return ""
 
 
 def places(error: BaseException) -> list[Place]:

@@ -23,7 +23,7 @@ def verify(
     subject: Annotated[
         str | None,
         typer.Argument(
-            help="PATH.py:NAME, package.module:NAME, or a folder with a transformers model.",
+            help="PATH.py:NAME or package.module:NAME.",
             show_default=False,
         ),
     ] = None,

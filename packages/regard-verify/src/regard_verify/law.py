@@ -190,9 +190,10 @@ def fail(shape: Any, cell: str, expected: Any, got: Any, cause: str) -> NoReturn
 
 
 def worst(got: Tensor, expected: Tensor) -> tuple[tuple[int, ...], float]:
-    """The index of the largest error, and that error; NaN counts as infinite."""
+    """The index of the largest error, and that error; NaN counts as infinite, if it is in one."""
     error = (got.double() - expected.double()).abs()
     error = torch.where(error.isnan(), float("inf"), error)
+    error = torch.where(got.isnan() & expected.isnan(), 0.0, error)
     at = int(error.argmax())
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape)), float(
         error.flatten()[at]
@@ -224,15 +225,12 @@ def require(
     cell, error = worst(got, expected)
     if error <= allowed:
         return
-    why = cause if isinstance(cause, str) else _likeliest(got, cause, allowed)
+    why = cause if isinstance(cause, str) else UNKNOWN
+    for sentence, would in {} if isinstance(cause, str) else cause.items():
+        if would.shape == got.shape and worst(got, would)[1] <= 4 * allowed:
+            why = f"{sentence[0].upper()}{sentence[1:]}: that gives these values."
+            break
     if not bool(got.isfinite().all()):
         why = f"{int((~got.isfinite()).sum())} values are not finite. {why}".strip()
     fail(shape, f"{list(cell)}", f"{float(expected[cell]):.6g}", f"{float(got[cell]):.6g}",
          f"{why} (off by {error:.2g}, rounding explains {allowed:.2g})")  # fmt: skip
-
-
-def _likeliest(got: Tensor, causes: Mapping[str, Tensor], allowed: float) -> str:
-    for cause, would in causes.items():
-        if would.shape == got.shape and worst(got, would)[1] <= 4 * allowed:
-            return f"{cause[0].upper()}{cause[1:]}: that gives these values."
-    return UNKNOWN

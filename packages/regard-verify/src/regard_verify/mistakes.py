@@ -78,16 +78,11 @@ def mistakes(
             _merged(viewed.out()),
         )
     for sentence, mistaken in AFTER.items():
-        if square or sentence not in SQUARE:
+        if square or sentence != KEYS_AS_VALUES:
             yield sentence, mistaken(right)
-    if pairing != "none":
-        yield from _rotations(plain, pairing, theta)
-
-
-def _rotations(plain: Heads, pairing: str, theta: float) -> Iterator[tuple[str, Tensor]]:
-    """Mistakes of rotation."""
+    if pairing == "none":
+        return
     q, k, v = plain.q, plain.k, plain.v
-    right = turned(plain, pairing, theta)
     first = max(k.shape[2] - q.shape[2], 0)
     even = v.shape[-1] % 2 == 0  # values of an odd number of channels cannot be rotated
     values = _turned(v, pairing, theta) if even else v
@@ -155,6 +150,7 @@ def halves_averaged(heads: Heads) -> Tensor:
     return (one + other) / 2
 
 
+KEYS_AS_VALUES = "the rotated keys are used as values"  # which needs both of one shape
 LOW = -1e30  # a score that a mask sets, as code does that knows no infinity
 VIEWED = "the heads are split by a view without a transposition"
 _VIEWS = {  # the parts that are split by a view
@@ -208,7 +204,7 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the mask is applied after the softmax, so that weights no longer sum to 1": lambda heads: (
         heads._replace(keep=torch.ones_like(heads.keep)).weights() * heads.keep @ heads.v
     ),
-    "the rotated keys are used as values": lambda heads: heads._replace(v=heads.k).out(),
+    KEYS_AS_VALUES: lambda heads: heads._replace(v=heads.k).out(),
     "the key heads are in the reverse order": lambda x: x._replace(k=x.k.flip(1)).out(),
     "the value heads are in the reverse order": lambda x: x._replace(v=x.v.flip(1)).out(),
     "the weights of a head are applied to the values of the next head": partial(_rolled, by=1),
@@ -218,9 +214,9 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the heads are merged without transposing them back": lambda heads: _merged(heads.out()),
     "the last key is left out": partial(_without, key=-1),
     "the first key is left out": partial(_without, key=0),
+    "the last key is lost after the softmax": lambda x: x.weights()[..., :-1] @ x.v[..., :-1, :],
     "the output is divided by the number of keys": lambda heads: heads.out() / heads.k.shape[2],
 }
-SQUARE = {"the rotated keys are used as values"}  # it needs keys and values of one shape
 AVERAGED = "the parts of two ranks are averaged, and not merged by their sums of exponentials"
 SENTENCES = (
     AVERAGED, *BEFORE, "the heads are split and merged by a view without a transposition", *AFTER,

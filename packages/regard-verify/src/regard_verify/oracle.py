@@ -32,7 +32,9 @@ def attention(
 ) -> Reference:
     """Attention of q [B, H, L, D] to k [B, G, S, D], v [B, G, S, Dv]; fully masked rows are 0."""
     q, k, v = q.double(), k.double(), v.double()
-    k, v = _one_for_each(k, q.shape[1], tiled), _one_for_each(v, q.shape[1], tiled)
+    heads, groups = q.shape[1], k.shape[1]
+    if groups not in (0, heads):
+        k, v = (x[:, key_heads(heads, groups, tiled)] for x in (k, v))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * factor
     sizes = torch.einsum("bhid,bhjd->bhij", q.abs(), k.abs()) * abs(factor)
@@ -71,12 +73,6 @@ def key_heads(heads: int, groups: int, tiled: bool = False) -> list[int]:
         ([0, 0, 1, 1], [0, 1, 0, 1])
     """
     return [h % groups if tiled else h * groups // heads for h in range(heads)]
-
-
-def _one_for_each(x: Tensor, heads: int, tiled: bool) -> Tensor:
-    """Key heads repeated until there is one for each query head."""
-    groups = x.shape[1]
-    return x if groups in (0, heads) else x[:, key_heads(heads, groups, tiled)]
 
 
 def rotated(

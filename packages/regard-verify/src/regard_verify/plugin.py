@@ -11,7 +11,7 @@ A law that a project accepts to break is listed with the reason, in its configur
 
     regard_accepted =
         masked_poison: padding is cut before attention
-        my_attention.py:MultiHeadAttention zero_sizes: no batch is ever empty
+        my_attention.py:MultiHeadAttention fully_masked_forward: no sequence is empty
 
 It is not inside the package, because pytest imports its plugins at every start: this file imports
 pytest alone, and the rest when laws are collected.
@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from regard_verify.report.report import Outcome, Report
+    from regard_verify.report.report import Report
 
 JUDGED = "judged"  # the test that fails where a subject is partly judged
 ACCEPTED = "regard_accepted"
-ASKED = pytest.StashKey[dict[str, list[str]]]()
-LINES = pytest.StashKey[list[tuple[str, str, str]]]()  # subject, law, reason
+ASKED = pytest.StashKey[list["Laws"]]()  # of each subject on the command line
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,19 +75,9 @@ class Law(pytest.Item):
         """Skip what does not apply; fail with the counter-example."""
         self.reports.require(self.name)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The counter-example, without a traceback."""
-        if isinstance(excinfo.value, LawBroken):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
-
     def reportinfo(self) -> tuple[str, int | None, str]:
         """The name of the test: its subject and its law."""
         return str(self.path), None, f"{self.parent.name if self.parent else ''}::{self.name}"
-
-
-class LawBroken(AssertionError):
-    """A law is broken; the text is the counter-example."""
 
 
 class Reports:
@@ -119,59 +108,48 @@ class Reports:
         """Pass, skip or fail, by the outcome of one law.
 
         One cause is one failure: laws that follow from another are skipped, and of a subject that
-        is not understood the first law fails and the others are skipped.
-
-        Raises:
-            LawBroken: if it is broken and not accepted, or accepted and kept.
+        is not understood the first law fails and the others are skipped. A law that is accepted is
+        expected to fail, and fails the test if it is kept.
         """
-        from regard_verify.report.report import DECLARE
+        from regard_verify import check
 
         if self._report is None:
-            self._report = self._checked()
+            self._report = check(self.subject, self.like, only=self.only, quick=self.quick)
+        if self._report.problem and self._refused:
+            pytest.skip("the subject was not understood")
         if self._report.problem:
-            self._refuse(self._report.problem)
-        if name == JUDGED:
-            broken = self._report.unjudged and f"{self._report.unjudged}\n{DECLARE}"
-            status = "failed" if broken else "passed"
-        else:
-            outcome = self._report.named(name)
-            broken, status = told(outcome), outcome.status
+            self._refused = True
+            said = f"{self.subject} was not understood: {self._report.problem}"
+            pytest.fail(said, pytrace=False)
+        status, text = _told(self._report, name)
         reason = self.accepted.get(name)
         if status in ("not applicable", "undecided", "defect"):
-            pytest.skip(broken)
+            pytest.skip(text)
         elif reason is not None and status == "passed":
-            raise LawBroken(
-                f"{name} is kept now, and was accepted to be broken ({reason}): remove it from "
-                f"{ACCEPTED}"
-            )
+            said = f"{name} is kept now, and was accepted to be broken ({reason})"
+            pytest.fail(f"{said}: remove it from {ACCEPTED}", pytrace=False)
         elif reason is not None:
             pytest.xfail(f"accepted: {reason}")
         elif status == "follows":
-            pytest.skip(broken)
+            pytest.skip(text)
         elif status == "failed":
-            raise LawBroken(broken)
-
-    def _refuse(self, problem: str) -> None:
-        if self._refused:
-            pytest.skip("the subject was not understood")
-        self._refused = True
-        raise LawBroken(f"{self.subject} was not understood: {problem}")
-
-    def _checked(self) -> "Report":
-        from regard_verify import check
-
-        return check(self.subject, self.like, only=self.only, quick=self.quick)
+            pytest.fail(text, pytrace=False)
 
 
-def told(outcome: "Outcome") -> str:
-    """Why a test of this outcome fails or is skipped."""
-    if outcome.status == "follows":
-        return f"follows from {outcome.because}"
-    if outcome.status == "undecided":
-        return f"not decided in time: {outcome.reason}"
-    if outcome.status == "defect":
-        return f"an error of regard-verify itself, please report it: {outcome.reason}"
-    return "\n".join(outcome.sentences()) if outcome.status == "failed" else outcome.reason
+def _told(report: "Report", name: str) -> tuple[str, str]:
+    """The status of a law, or of `judged`, and why its test fails or is skipped."""
+    from regard_verify.report.report import DECLARE
+
+    if name == JUDGED:
+        return "failed" if report.unjudged else "passed", f"{report.unjudged}\n{DECLARE}"
+    outcome = report.named(name)
+    texts = {
+        "follows": f"follows from {outcome.because}",
+        "undecided": f"not decided in time: {outcome.reason}",
+        "defect": f"an error of regard-verify itself, please report it: {outcome.reason}",
+        "failed": "\n".join(outcome.sentences()),
+    }
+    return outcome.status, texts.get(outcome.status, outcome.reason)
 
 
 def named() -> list[str]:
@@ -217,11 +195,27 @@ def laws(
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Read what is asked and what is accepted: errors there end the run before it begins."""
+    """Read the subjects of the command line and the laws that are accepted to be broken.
+
+    Raises:
+        pytest.UsageError: before the run begins, if a law does not exist or has no reason.
+    """
     config = session.config
-    if config.getoption("--regard"):
-        config.stash[ASKED] = _asked(config)
-        config.stash[LINES] = list(_accepted(config))
+    chosen: dict[str, list[str]] = {}
+    for given in config.getoption("--regard"):
+        subject, some, law = given.partition("::")
+        if some and law not in named():
+            raise pytest.UsageError(_unknown(f"--regard {given}", law))
+        chosen.setdefault(subject, []).append(law)
+    lines = list(_accepted(config)) if chosen else []
+    config.stash[ASKED] = []
+    for subject, laws in chosen.items():
+        found: Laws = Laws.from_parent(session, name=subject, nodeid=subject)
+        found.only = [] if "" in laws else list(dict.fromkeys(laws))
+        accepted = {law: reason for of, law, reason in lines if of in ("", subject)}
+        quick = config.getoption("--regard-quick")
+        found.reports = Reports(subject, quick=quick, accepted=accepted)
+        config.stash[ASKED].append(found)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -231,48 +225,17 @@ def pytest_collection_modifyitems(
     """The laws of the subjects on the command line are added after all other tests.
 
     This comes before pytest's own selection by `-k`, `-m` and `--deselect`, which so sees them.
+    They are collected as pytest collects a file: so they are in its count.
     """
-    for subject, chosen in config.stash.get(ASKED, {}).items():
-        found: Laws = Laws.from_parent(session, name=subject, nodeid=subject)
-        found.only = [] if "" in chosen else list(dict.fromkeys(chosen))
-        lines = config.stash[LINES]
-        found.reports = Reports(
-            subject,
-            quick=config.getoption("--regard-quick"),
-            accepted={law: reason for of, law, reason in lines if of in ("", subject)},
-        )
-        items.extend(_collected(found))
-
-
-def _asked(config: pytest.Config) -> dict[str, list[str]]:
-    """The subjects of the command line, each with its laws; an empty name stands for all.
-
-    Raises:
-        pytest.UsageError: if a law does not exist.
-    """
-    subjects: dict[str, list[str]] = {}
-    for given in config.getoption("--regard"):
-        subject, some, law = given.partition("::")
-        if some and law not in named():
-            raise pytest.UsageError(_unknown(f"--regard {given}", law))
-        subjects.setdefault(subject, []).append(law)
-    return subjects
-
-
-def _collected(found: Laws) -> list[pytest.Item]:
-    """The tests, collected as pytest collects a file: so they are in its count."""
-    found.ihook.pytest_collectstart(collector=found)
-    report: pytest.CollectReport = found.ihook.pytest_make_collect_report(collector=found)
-    found.ihook.pytest_collectreport(report=report)
-    return [each for each in report.result if isinstance(each, pytest.Item)]
+    for found in config.stash.get(ASKED, []):
+        found.ihook.pytest_collectstart(collector=found)
+        report: pytest.CollectReport = found.ihook.pytest_make_collect_report(collector=found)
+        found.ihook.pytest_collectreport(report=report)
+        items.extend(each for each in report.result if isinstance(each, pytest.Item))
 
 
 def _accepted(config: pytest.Config) -> Iterator[tuple[str, str, str]]:
-    """Subject (or empty), law and reason of each line of the configuration.
-
-    Raises:
-        pytest.UsageError: if a line has no reason, or its law does not exist.
-    """
+    """Subject (or empty), law and reason of each line of the configuration."""
     for line in config.getini(ACCEPTED):
         what, _, reason = line.partition(": ")
         *subject, law = what.split()

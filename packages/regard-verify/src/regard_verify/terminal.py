@@ -13,7 +13,7 @@ from rich.console import Console
 
 from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
-from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status
+from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status, count_of
 from regard_verify.run.check import check
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.writing import (
@@ -152,13 +152,13 @@ def show(report: Report, console: Console, *, every_law: bool = False) -> None:
     say(console, f"{what}, {report.seconds:.0f} s", bold=report.subject)
     if not report.problem:
         _outcomes(report, console, every_law)
-    if report.inferred or report.notes:
-        _heading("Found out", console)
-    for name, found in report.inferred.items():
-        say(console, f"{name}: {found}", style="dim", indent=2)
-    for note in report.notes:
-        say(console, note, style="dim", indent=2)
-    _verdict(report, console)
+    found = [f"{name}: {text}" for name, text in report.inferred.items()]
+    _paragraph("Found out", [*found, *report.notes], console, "dim")
+    _paragraph("Not judged", [report.unjudged, DECLARE] if report.unjudged else [], console)
+    console.print()
+    say(console, report.summary(), style=f"bold {COLOURS[report.verdict]}")
+    if len(report.badge()) <= console.width:  # --html and --json contain it
+        say(console, report.badge(), style="dim")
 
 
 def _outcomes(report: Report, console: Console, every_law: bool) -> None:
@@ -168,7 +168,9 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
             line = f"{WORDS[each.status]} {each.law}: {each.statement}"
             say(console, line, bold=WORDS[each.status], colour=STATUS_COLOURS[each.status])
     else:
-        say(console, f"{_laws(len(report.having('passed')))} kept.", style=COLOURS["kept"])
+        say(
+            console, f"{count_of(len(report.having('passed')), 'law')} kept.", style=COLOURS["kept"]
+        )
     if any(each.example and "B=" in each.example.shape for each in report.causes):
         say(console, f"Cases: {LETTERS}", style="dim")
     if any(each.example and each.example.actual_grid for each in report.causes):
@@ -178,50 +180,43 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
         _cause(each, following, console)
         for law in following if every_law else ():
             _cause(report.named(law), [], console)
-    if report.advice:
-        more = "" if every_law else "; --all shows the cases"
-        _heading(f"Advice (changes no verdict{more})", console)
-    for each in report.having("advice"):
-        case = f" {each.example}" if every_law and each.example else ""
-        say(console, f"{each.law}: {each.statement}{case}", bold=f"{each.law}:", indent=2)
-    if undecided := report.reasons("undecided"):
-        _heading("Not decided in time (changes no verdict)", console)
-        _by_reason(undecided, console)
-    if defects := report.reasons("defect"):
-        _heading("An error of regard-verify itself: nothing is counted, please report it", console)
-        _by_reason(defects, console)
-    if aside := report.reasons("not applicable"):
-        _not_applicable(aside, console, every_law)
+    advice = [
+        f"{each.law}: {each.statement}{f' {each.example}' if every_law and each.example else ''}"
+        for each in report.having("advice")
+    ]
+    more = "" if every_law else "; --all shows the cases"
+    _paragraph(f"Advice (changes no verdict{more})", advice, console)
+    reasons: dict[Status, str] = {
+        "undecided": "Not decided in time (changes no verdict)",
+        "defect": "An error of regard-verify itself: nothing is counted, please report it",
+        **({"not applicable": "Not applicable"} if every_law else {}),
+    }
+    for status, heading in reasons.items():
+        laws = report.reasons(status).items()
+        lines = [f"{', '.join(names)}: {reason.rstrip('.')}." for reason, names in laws]
+        _paragraph(heading, lines, console)
+    if aside := {} if every_law else report.reasons("not applicable"):
+        _not_applicable(aside, console)
 
 
-def _heading(text: str, console: Console) -> None:
-    console.print()
-    say(console, text, style="bold")
+def _paragraph(heading: str, lines: Sequence[str], console: Console, style: str = "") -> None:
+    """Print a heading, and lines below it; nothing if there is no line."""
+    if lines:
+        console.print()
+        say(console, heading, style="bold")
+    for line in lines:
+        say(console, line, style=style, indent=2)
 
 
-def _by_reason(reasons: Mapping[str, list[str]], console: Console) -> None:
-    """A line for each reason, after the names of the laws."""
-    for reason, laws in reasons.items():
-        say(console, f"{', '.join(laws)}: {reason.rstrip('.')}.", indent=2)
-
-
-def _not_applicable(reasons: Mapping[str, list[str]], console: Console, every_law: bool) -> None:
-    """The laws that do not apply: counted by reason, most first, or listed."""
-    if every_law:
-        _heading("Not applicable", console)
-        return _by_reason(reasons, console)
+def _not_applicable(reasons: Mapping[str, list[str]], console: Console) -> None:
+    """Count the laws that do not apply by reason, most first."""
     most_first = sorted(((len(laws), reason) for reason, laws in reasons.items()), reverse=True)
-    counted = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
+    told = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
     if others := sum(many for many, _ in most_first[REASONS:]):
-        counted.append(f"other reasons ({others}), which --all lists")
-    what = f"{_laws(sum(map(len, reasons.values())))} do not apply:"
+        told.append(f"other reasons ({others}), which --all lists")
+    what = f"{count_of(sum(map(len, reasons.values())), 'law')} do not apply:"
     console.print()
-    say(console, f"{what} {'; '.join(counted)}.", bold=what)
-    return None
-
-
-def _laws(number: int) -> str:
-    return f"{number} law{'s' * (number != 1)}"
+    say(console, f"{what} {'; '.join(told)}.", bold=what)
 
 
 def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
@@ -235,18 +230,6 @@ def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
         return
     if len(example.expected_grid) <= GRID >= len(example.expected_grid[0]):
         console.print(_grids(example.expected_grid, example.actual_grid))
-
-
-def _verdict(report: Report, console: Console) -> None:
-    """Print the part that is not judged, the verdict and the badge."""
-    if report.unjudged:
-        _heading("Not judged", console)
-        say(console, report.unjudged, indent=2)
-        say(console, DECLARE, indent=2)
-    console.print()
-    say(console, report.summary(), style=f"bold {COLOURS[report.verdict]}")
-    if len(report.badge()) <= console.width:  # --html and --json contain it
-        say(console, report.badge(), style="dim")
 
 
 def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:

@@ -54,7 +54,10 @@ def read_dependence(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def explain(expected: Tensor, actual: Tensor) -> str:
     """A wrong visibility [L, S] in words: its first wrong row, and the likely mistake."""
     queries, keys = expected.shape
-    cell = _first_wrong_row(expected, actual)
+    row = int((expected != actual).any(-1).nonzero()[0])
+    more, less = _keys(actual[row] & ~expected[row]), _keys(expected[row] & ~actual[row])
+    parts = [f"{more} visible to query {row}"] if more else []
+    cell = " and ".join([*parts, f"{less} hidden from query {row}"] if less else parts)
     for cause, would in _mistakes(expected, queries, keys):
         if torch.equal(would, actual):
             return f"{cell}: {cause}."
@@ -106,14 +109,6 @@ def _rule(expected: Tensor, queries: int, keys: int) -> tuple[str, list[tuple[st
                 too_many, too_few = (f"the window keeps one key too {x}" for x in ("many", "few"))
                 return "window", [(too_many, more), (too_few, less)]
     return "mask", []
-
-
-def _first_wrong_row(expected: Tensor, actual: Tensor) -> str:
-    row = int((expected != actual).any(-1).nonzero()[0])
-    more = _keys(actual[row] & ~expected[row])
-    less = _keys(expected[row] & ~actual[row])
-    parts = [f"{more} visible to query {row}"] if more else []
-    return " and ".join([*parts, f"{less} hidden from query {row}"] if less else parts)
 
 
 def _keys(which: Tensor) -> str:

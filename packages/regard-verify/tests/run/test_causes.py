@@ -103,11 +103,11 @@ def test_two_calls_that_differ_end_the_questions():
 
 
 def test_advice_keeps_its_status_and_names_its_cause():
-    advice = replace(broken("zero_sizes"), status="advice")
-    found = settled([advice, broken("scale_closed_form")])
+    advice = replace(broken("mask_dtype"), status="advice")
+    found = settled([advice, broken("every_mask_argument")])
     assert [(each.status, each.because) for each in found] == [
         ("failed", ""),
-        ("advice", "scale_closed_form"),
+        ("advice", "every_mask_argument"),
     ]
 
 

@@ -140,7 +140,7 @@ def _mask(core: Core) -> list[str]:
         line = pen(
             f"scores = scores.masked_fill({cells}, {fill})",
             mask_ignored="pass",
-            mask_after_softmax="pass",
+            **({} if drawing.core == "flat" else {"mask_after_softmax": "pass"}),
         )
         before = ""
     given = f"{mask} is not None"

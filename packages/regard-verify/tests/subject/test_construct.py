@@ -9,8 +9,7 @@ import torch
 import named
 import subjects
 from regard_verify import Conventions, SubjectError, understand
-from regard_verify.subject.configurations import Configuration
-from regard_verify.subject.construct import build
+from regard_verify.subject.construct import Configuration, build
 from regard_verify.subject.modules import set_dropout
 
 NOTHING = Conventions()

@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_run_is_told_by_its_line(file, text, problem):
         understand(file("bad.py", text))
 
 
-def test_a_folder_without_a_model_gets_a_sentence(file):
+def test_a_folder_gets_a_sentence(file):
     file("plain/attention.py", CLASS.format(name="Attention"))
-    with pytest.raises(SubjectError, match=r"no config.json.*plain/attention.py"):
+    with pytest.raises(SubjectError, match=r"plain is a folder: .* a function .* that loads it"):
         understand("plain")

@@ -73,6 +73,22 @@ def test_one_projection_cut_in_another_order():
     assert [found.roles.queries, found.roles.keys, found.roles.values] == cube
 
 
+def test_a_gate_scales_the_output_of_a_mistake():
+    wrong = run_of(MISTAKEN["softmax over the queries"])
+    gated = lambda x: wrong(x[..., :36]) * torch.sigmoid(x[..., 36:])  # noqa: E731
+    found = natural_roles(gated, [*THREE, list(range(36, 48))], 48, 3, trial())
+    assert found.roles.queries == BLOCKED[0]
+    assert (found.roles.gates, found.roles.opened) == (list(range(36, 48)), 30.0)
+
+
+def test_each_head_has_projections_of_its_own():
+    by_head = [list(range(first, first + 4)) for first in range(0, 36, 4)]  # q, k, v, q, k, v, ...
+    cut = [by_head[at::3] for at in range(3)]
+    wrong = MISTAKEN["softmax over the queries"]
+    found = natural_roles(run_of(wrong, cut), by_head, 36, 3, trial())
+    assert [found.roles.queries, found.roles.keys, found.roles.values] == cut
+
+
 def test_the_number_of_heads_need_not_be_named():
     found = natural_roles(run_of(MISTAKEN["softmax over the queries"]), THREE, 36, None, trial())
     assert found.roles.queries == BLOCKED[0]

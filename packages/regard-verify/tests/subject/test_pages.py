@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mutants import good
 from regard_verify import check
-from regard_verify.subject.pages import BLOCK, OnPages
+from regard_verify.subject.functions import BLOCK, OnPages
 
 LIKE = {"kind": "paged"}
 

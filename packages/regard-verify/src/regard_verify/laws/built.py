@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,4 +94,6 @@ def _run(subject: Subject, twin: nn.Module, given: dict[str, Tensor]) -> Tensor:
         if subject.module is not None:
             return subject.layer_of(twin)(ours.pop("x"), **ours)
         q, k, v = (ours.pop(name) for name in "qkv")
-        return subject.attend_of(twin)(q, k, v, **ours)
+        call: Any = copy.copy(subject.attend)
+        call.target = twin
+        return call(q, k, v, **ours)

@@ -1,10 +1,7 @@
-"""Laws of layers with a cache: pieces against the whole sequence, drafts, bytes, refused steps."""
+"""Laws of layers with a cache: pieces against the whole sequence, drafts, bytes."""
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,56 +84,6 @@ def _indices(module: nn.Module) -> dict[str, int]:
     return {n: v for n, v in given.items() if isinstance(v, int) and not isinstance(v, bool)}
 
 
-WRONG: dict[str, Callable[[Tensor], Tensor]] = {
-    "of another width": lambda x: torch.cat([x, x[..., :1]], -1),
-    "with a row too many": lambda x: torch.cat([x, x[:1]]),
-    "in float64": lambda x: x.double(),
-}
-
-
-@law("exact", "cache")
-def refused_step(subject: Subject, trial: Trial) -> None:
-    """A refused step leaves the cache as it was: the right token then gives its usual output."""
-    stepper, x = subject.stepper, subject.tokens(2, 6, trial)
-    tries = {f"a token {name}": (change(x[:, 4:5]), 0) for name, change in WRONG.items()}
-    if subject.has.mask:
-        tries["a mask for 2 keys too many"] = (x[:, 4:5], 2)
-    _, state = stepper.step(x[:, :4], stepper.new())
-    right, checked = _two_more(stepper, x, state), False
-    for mistake, wrong in tries.items():
-        _, state = stepper.step(x[:, :4], stepper.new())
-        if not _is_refused(stepper, state, *wrong):
-            continue
-        got = _two_more(stepper, x, state)
-        checked = True
-        cause = "the step raised an error and has changed the cache: a retry is silently wrong"
-        label = f"B=2, 4 tokens, {mistake}, 2 tokens"
-        require(label, got, right[:, : got.shape[1]], tolerance(right), cause)
-    if not checked:
-        raise NotApplicable("none of the steps raises an error")
-
-
-def _two_more(stepper: Steps, x: Tensor, state: CacheState) -> Tensor:
-    """The outputs of tokens 4 and 5 after a state; fewer if the cache is refused from now on."""
-    pieces: list[Tensor] = []
-    with suppress(SubjectError):
-        for token in x[:, 4:].split(1, 1):
-            out, state = stepper.step(token, state)
-            pieces.append(out)
-    return _joined(pieces, x)
-
-
-def _is_refused(stepper: Steps, state: CacheState, token: Tensor, columns: int) -> bool:
-    """Whether the subject raises; for a mask `columns` too wide, errors of torch are accidents."""
-    try:
-        with torch.no_grad():
-            stepper.follow(token.clone(), state, columns=columns)
-    except SubjectError as error:
-        kinds = (ValueError, TypeError, AssertionError) if columns else Exception
-        return isinstance(error.__cause__, kinds)
-    return False
-
-
 LENGTH = 9
 
 
@@ -197,8 +144,12 @@ def drafts_dropped(subject: Subject, trial: Trial) -> None:
         name = next((each for each in TRUNCATES if hasattr(after.held, each)), "")
         if not name:
             raise NotApplicable("its cache has no method that drops tokens")
+        drop = getattr(after.held, name)
         try:
-            _drop(getattr(after.held, name), name, drafts)
+            try:
+                called(drop, drafts if name in BY_AMOUNT else 5)
+            except SubjectError:
+                called(drop, -drafts)
         except SubjectError as error:
             raise NotApplicable(f"its cache refuses to drop tokens: {error}") from error
         got, _ = subject.stepper.step(x[:, 5:], after._replace(length=5))
@@ -207,23 +158,14 @@ def drafts_dropped(subject: Subject, trial: Trial) -> None:
         require(label, got, whole[:, 5:], tolerance(whole), cause)
 
 
-def _drop(method: Callable[[int], Any], name: str, drafts: int) -> None:
-    """Drop the last tokens, by the length to keep, or by their number, which may be negative."""
-    try:
-        called(method, drafts if name in BY_AMOUNT else 5)
-    except SubjectError:
-        called(method, -drafts)
-
-
 @law("resource", "cache")
 def cache_bytes(subject: Subject, trial: Trial) -> None:
     """A token costs at most the declared bytes."""
     declared = subject.conventions.cache_bytes
     if declared is None:
         raise NotApplicable("it declares no bytes for a token")
-    tokens, state = 256, subject.stepper.new()
-    for x in subject.tokens(1, tokens, trial).split(64, 1):
-        _, state = subject.stepper.step(x, state)
+    tokens = 256
+    _, state = subject.stepper.pieces(subject.tokens(1, tokens, trial), [64] * 4)
     held = storage_bytes(state.held)
     if held > 1.3 * declared * tokens:
         cause = (

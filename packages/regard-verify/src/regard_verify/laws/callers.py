@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,16 +31,6 @@ def _working_calls(calls: list[Call]) -> list[tuple[Call, Tensor]]:
     return found
 
 
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @law("bounded", "heads|layer")
 def default_dtype(subject: Subject, trial: Trial) -> None:
     """torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs
@@ -65,24 +55,23 @@ def default_dtype(subject: Subject, trial: Trial) -> None:
 
 def _under(dtype: torch.dtype, call: Call, label: str) -> Tensor | None:
     """The output under a default dtype; None if that is refused."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        with _default(dtype):
-            return call()
+        return call()
     except SubjectError as error:
-        if _MIXED.search(str(error)) and not _is_raised(error):
+        code = line_of(error.__cause__ or error).partition(": ")[2]
+        own = code.startswith(("raise", "assert"))  # the subject raises it, and torch does not
+        if _MIXED.search(str(error)) and not own:
             fail(label, "", "the same output", "an error", f"a constant has that dtype: {error}")
         if refused(error):
             return None
         raise
+    finally:
+        torch.set_default_dtype(before)
 
 
 _MIXED = re.compile(r"scalar type|same dtype|dtype")  # in the errors of torch for such products
-
-
-def _is_raised(error: SubjectError) -> bool:
-    """Whether the subject raises it in so many words, and torch does not."""
-    code = line_of(error.__cause__ or error).partition(": ")[2]
-    return code.startswith(("raise", "assert"))
 
 
 def _rounded_scale(subject: Subject, usual: list[tuple[Call, Tensor]]) -> float:
@@ -136,6 +125,7 @@ def autocast_precision(subject: Subject, trial: Trial) -> None:
 def _calls_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Call, Call]]:
     """Calls in float32 on values that bfloat16 can represent; the same with all in bfloat16."""
     half = _in_half(subject)
+    found: list[tuple[str, Any, Any, dict[str, Tensor]]] = []
     if subject.attend is not None:
         sizes = subject.fit(Sizes(2, 4, 2, 33, 65, 16, 16))
         heads = dict(zip("qkv", subject.inputs(sizes, trial, peak=8.0), strict=True))
@@ -143,13 +133,19 @@ def _calls_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Call, Ca
         if subject.has.softcap and subject.module is None:
             cases.append((f"{sizes}, softcap 20", {"softcap": 20.0}))
         for label, options in cases:
-            yield _pair(label, subject.attend, half.attend, options, heads)
+            assert half.attend is not None
+            run, other = partial(subject.attend, **options), partial(half.attend, **options)
+            found.append((label, run, other, heads))
     if subject.layer is not None:
         x = {"x": 2.0 * subject.tokens(2, 17, trial)}
-        yield _pair("B=2 L=17", subject.layer, half.layer, {}, x)
+        found.append(("B=2 L=17", subject.layer, half.layer, x))
     if subject.stepper is not None and half.stepper is not None:
-        steps, cuts = partial(in_steps, subject), {"cuts": [12, 4, 1]}
-        yield _pair("B=2 L=17 in pieces", steps, partial(in_steps, half), cuts, x)
+        run, other = (partial(in_steps, each, cuts=[12, 4, 1]) for each in (subject, half))
+        found.append(("B=2 L=17 in pieces", run, other, x))
+    for label, run, other, given in found:
+        rounded = {name: each.bfloat16() for name, each in given.items()}
+        whole = {name: each.float() for name, each in rounded.items()}
+        yield Call(label, run, whole), Call(label, other, rounded)
 
 
 def _in_half(subject: Subject) -> Subject:
@@ -167,16 +163,6 @@ def _in_half(subject: Subject) -> Subject:
         raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
     stepper = None if subject.stepper is None else subject.stepper.of(layer.module)
     return replace(subject, attend=attend, layer=layer, stepper=stepper)
-
-
-def _pair(
-    label: str, call: Any, half: Any, options: dict[str, Any], given: dict[str, Tensor]
-) -> tuple[Call, Call]:
-    rounded = {name: x.bfloat16() for name, x in given.items()}
-    whole = {name: x.float() for name, x in rounded.items()}
-    return Call(label, partial(call, **options), whole), Call(
-        label, partial(half, **options), rounded
-    )
 
 
 @law("exact", "heads|layer")

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard_verify.law import Broken, LawFunction, NotApplicable, Sizes, Trial, smallest
+from regard_verify.law import (
+    Broken,
+    LawFunction,
+    NotApplicable,
+    Sizes,
+    Trial,
+    require,
+    smallest,
+)
 from regard_verify.oracle import pattern
 from regard_verify.subject.decoding import in_steps
 from regard_verify.subject.probe_weights import learned_in_scores
@@ -102,6 +110,16 @@ def calls_on_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> l
     return found
 
 
+def rows_alone(call: Call, cause: str) -> None:
+    """Raise unless each row of the batch gives what it gives alone; other laws judge NaN."""
+    base = call()
+    for row in range(base.shape[0]):
+        one = slice(row, row + 1)
+        alone = call(**{name: x[one] for name, x in call.given.items()})
+        alone = torch.where(alone.isnan(), base[one], alone)
+        require(call.label, base[one], alone, 1e-4, f"row {row} {cause}")
+
+
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError, AssertionError)
 
 
@@ -159,9 +177,3 @@ def by_definition(run: LawFunction) -> LawFunction:
             raise
 
     return checked
-
-
-def needs_heads(subject: Subject) -> None:
-    """Raise where q, k and v cannot be chosen."""
-    if subject.attend is None:
-        raise NotApplicable("its heads were not reached")

@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
-from regard_verify.laws.cases import FOUR, needs_heads, random_mask
+from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law
+from regard_verify.laws.cases import FOUR, random_mask, rows_alone
 from regard_verify.laws.visibility import (
     first_attends,
     layer_visibility,
@@ -16,7 +15,7 @@ from regard_verify.laws.visibility import (
     visible_under,
 )
 from regard_verify.subject.other_masks import argument_forms, with_causal, with_form
-from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.subject.subject import Call, Subject, SubjectError
 from regard_verify.visibility import read_dependence
 
 
@@ -36,10 +35,9 @@ def mask_polarity(subject: Subject, trial: Trial) -> None:
             visible_under(subject, sizes, trial, label, keep=keep)
 
 
-@law("exact", "mask|padding", advised=True)
+@law("exact", "mask|padding", "heads", advised=True)
 def mask_dtype(subject: Subject, trial: Trial) -> None:
     """A mask of another dtype is obeyed or refused, never misread."""
-    needs_heads(subject)
     sizes = subject.fit(FOUR)
     keep = sizes.mask(1)
     mask = subject.form.encode(keep, (sizes.B, sizes.H), torch.float32)
@@ -64,7 +62,13 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
 def mask_broadcast(subject: Subject, trial: Trial) -> None:
     """A mask means the same however it is broadcast, and each row of the batch has its own."""
     if subject.attend is None:
-        return _layer_rows(subject, trial)
+        assert subject.layer is not None
+        length = subject.length(4)
+        x, keep = subject.tokens(4, length, trial), trial.rand(4, 1, 1, length) < 0.6
+        keep[..., 0] = True
+        given = {"x": x, "keep": keep.expand(-1, -1, length, -1)}
+        rows = Call(f"B=4 L={length}", subject.layer, given)
+        return rows_alone(rows, "of the batch is not masked by its own mask")
     for sizes in (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(4, 4, 4, 4, 4, 4, 4), Sizes(3, 2, 2, 5, 4, 4)):
         sizes = subject.fit(sizes)
         keep = random_mask(subject, sizes, trial)
@@ -75,22 +79,6 @@ def mask_broadcast(subject: Subject, trial: Trial) -> None:
             keep = keep | (trial.rand(sizes.B, sizes.H, sizes.L, sizes.S) < 0.6)
             visible_under(subject, sizes, trial, ", a mask for each head", keep=keep)
     return None
-
-
-def _layer_rows(subject: Subject, trial: Trial) -> None:
-    """Each row of a batch, with its own mask, gives what it gives alone."""
-    batch, length = 4, subject.length(4)
-    x = subject.tokens(batch, length, trial)
-    keep = trial.rand(batch, 1, 1, length) < 0.6
-    keep[..., 0] = True
-    keep = keep.expand(-1, -1, length, -1)
-    whole = subject.run_layer(x, keep=keep).double()
-    for row in range(batch):
-        one = slice(row, row + 1)
-        alone = subject.run_layer(x[one], keep=keep[one]).double()
-        alone = torch.where(alone.isnan(), whole[one], alone)
-        cause = f"row {row} of the batch is not masked by its own mask"
-        require(f"B={batch} L={length}", whole[one], alone, 1e-4, cause)
 
 
 @law("exact", "heads|layer")
@@ -153,20 +141,14 @@ def every_mask_argument(subject: Subject, trial: Trial) -> None:
         label = f", key 1 hidden by {first.argument}, key 2 by {second.argument}"
         try:
             if subject.attend is None or subject.module is not None:
-                x = subject.tokens(2, 4, trial)
-                _both_hide(both, label, x, one, other)
+                x, mask = subject.tokens(2, 4, trial), (one & other)[:1]
+                free = torch.eye(4).bool() | ~mask.diagonal(dim1=-2, dim2=-1)[..., None]
+                depends = read_dependence(partial(both.run_layer, keep=one), x)[None, None] | free
+                expected = both.visible(4, 4) & mask | free
+                same_visibility(f"L=4{label}", expected, depends, mask | free)
                 continue
             attended = both.attended(sizes, trial, keep=one)
         except SubjectError:
             continue  # both together are refused
         expected = subject.visible(sizes.L, sizes.S) & one & other
         same_visibility(f"{sizes}{label}", expected, attended, one & other)
-
-
-def _both_hide(subject: Subject, label: str, x: Tensor, one: Tensor, other: Tensor) -> None:
-    """Raise unless the layer's outputs depend on exactly the tokens that both masks show."""
-    both = (one & other)[:1]
-    free = torch.eye(4, dtype=torch.bool) | ~both.diagonal(dim1=-2, dim2=-1)[..., None]
-    expected = subject.visible(4, 4) & both | free
-    depends = read_dependence(partial(subject.run_layer, keep=one), x)
-    same_visibility(f"L=4{label}", expected, depends[None, None] | free, both | free)

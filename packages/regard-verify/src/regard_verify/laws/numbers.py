@@ -59,9 +59,17 @@ def _causes(
     found["query head h reads key head h % G, it must read h // (H / G)"] = right(tiled=True).out
     many = q.shape[1] // v.shape[1]
     mean = v.double().mean(2, keepdim=True).repeat_interleave(many, 1)
-    structural = _structural(subject, q, k, v, options)
+    structural: dict[str, Tensor] = {}
+    ranks: dict[str, Tensor] = {}
+    if not own.softcap and subject.sinks is None and {"keep", "causal"} >= set(options):
+        keep = subject.visible(q.shape[2], k.shape[2], causal="causal" in options)[None, None]
+        keep = keep & options["keep"] if "keep" in options else keep
+        scale = q.shape[-1] ** -0.5 if own.scale is None else own.scale
+        plain = heads_of(q, k, v, keep, scale, tiled=own.head_order == "tiled")
+        ranks = {AVERAGED: halves_averaged(plain)} if own.ranks == 2 else {}
+        structural = dict(mistakes(plain, own.pairing or "none", own.theta))
     return {
-        **{each: structural[each] for each in structural if each == AVERAGED},
+        **ranks,
         **found,
         "the mask is ignored": subject.expected(q, k, v).out,
         "queries and keys do not matter: it is the mean of the values": mean.expand_as(right().out),
@@ -69,21 +77,6 @@ def _causes(
         "the sinks are ignored": right(sinks=None).out,
         **structural,
     }
-
-
-def _structural(
-    subject: Subject, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """The output that each mistake of axes, heads, keys, values and rotation gives."""
-    own = subject.conventions
-    if own.softcap or subject.sinks is not None or not {"keep", "causal"} >= set(options):
-        return {}
-    keep = subject.visible(q.shape[2], k.shape[2], causal="causal" in options)[None, None]
-    keep = keep & options["keep"] if "keep" in options else keep
-    scale = q.shape[-1] ** -0.5 if own.scale is None else own.scale
-    plain = heads_of(q, k, v, keep, scale, tiled=own.head_order == "tiled")
-    ranks = {AVERAGED: halves_averaged(plain)} if own.ranks == 2 else {}
-    return {**ranks, **dict(mistakes(plain, own.pairing or "none", own.theta))}
 
 
 @law("bounded", "heads")
@@ -99,7 +92,11 @@ def scale_closed_form(subject: Subject, trial: Trial) -> None:
         if got is None:
             raise NotApplicable("key 0 or key 1 is hidden from query 1")
         if not abs(got - right) <= 1e-5 * (1 + abs(right)):
-            cause = _scale_cause(got, dim, subject)
+            usual = wrong_scales(dim, subject.conventions.width or dim, 2)
+            usual = {mistake: _capped(subject, would) for mistake, would in usual.items()}
+            usual["the softcap is ignored"] = subject.conventions.scale or dim**-0.5
+            named = (m for m, would in usual.items() if abs(got - would) <= 1e-5 * (1 + abs(would)))
+            cause = next(named, f"the scale is {got * dim**0.5:.4g} times what it should be")
             fail(f"D={dim}", "log odds of two keys", f"{right:.6g}", f"{got:.6g}", cause)
 
 
@@ -107,17 +104,6 @@ def _capped(subject: Subject, score: float) -> float:
     """A score under the subject's softcap."""
     cap = subject.conventions.softcap
     return cap * math.tanh(score / cap) if cap else score
-
-
-def _scale_cause(got: float, dim: int, subject: Subject) -> str:
-    width = subject.conventions.width or dim
-    right = subject.conventions.scale or dim**-0.5
-    usual = wrong_scales(dim, width, 2)
-    usual = {mistake: _capped(subject, would) for mistake, would in usual.items()}
-    for mistake, would in {**usual, "the softcap is ignored": right}.items():
-        if abs(got - would) <= 1e-5 * (1 + abs(would)):
-            return mistake
-    return f"the scale is {got * dim**0.5:.4g} times what it should be"
 
 
 @law("bounded", "heads")

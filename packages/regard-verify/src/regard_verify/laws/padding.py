@@ -1,14 +1,13 @@
-"""Laws of fully masked queries, of padding, of rows of the batch, and of empty inputs."""
+"""Laws of fully masked queries, of padding, and of rows of the batch."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance, worst
-from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
-from regard_verify.subject.subject import Call, Subject, SubjectError, called
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
+from regard_verify.laws.cases import FOUR, causal_layer_call, random_mask, rows_alone
+from regard_verify.subject.subject import Call, Subject, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
 
@@ -58,10 +57,9 @@ def _fully_masked_row(subject: Subject, trial: Trial) -> None:
     require(shape, out[1:], subject.run_layer(x)[1:], 1e-5, cause)
 
 
-@law("exact", "mask|padding")
+@law("exact", "mask|padding", "heads")
 def fully_masked_backward(subject: Subject, trial: Trial) -> None:
     """With a fully masked query all gradients are finite, and that query's gradient is 0."""
-    needs_heads(subject)
     assert subject.attend is not None
     sizes = subject.fit(SOME)
     keep, masked = _masking_queries(subject, sizes)
@@ -83,10 +81,9 @@ def fully_masked_backward(subject: Subject, trial: Trial) -> None:
         require(shape, found, torch.zeros_like(found), 0.0, cause)
 
 
-@law("exact", "mask|padding", advised=True)
+@law("exact", "mask|padding", "heads", advised=True)
 def masked_poison(subject: Subject, trial: Trial) -> None:
     """NaN or infinity in a key or value that is hidden from all queries has no effect."""
-    needs_heads(subject)
     sizes = subject.fit(FOUR)
     keep = sizes.mask(2)
     q, k, v = subject.inputs(sizes, trial)
@@ -121,7 +118,7 @@ def padding_content(subject: Subject, trial: Trial) -> None:
 
 def _unchanged(shape: object, got: Tensor, base: Tensor) -> None:
     cause = "the content of padded, hidden tokens reached the output"
-    require(f"{shape}, padded", torch.nan_to_num(got), torch.nan_to_num(base), 0.0, cause)
+    require(f"{shape}, padded", got, base, 0.0, cause)
 
 
 @law("bounded", "layer")
@@ -182,7 +179,12 @@ def batch_invariance(subject: Subject, trial: Trial) -> None:
         for call in subject.calls(sizes, trial):
             _independent_rows(call)
         if subject.attend is not None and subject.has.padding:
-            _masked_rows(subject, subject.fit(sizes), trial)
+            fitted = subject.fit(sizes)
+            keep = random_mask(subject, fitted, trial)
+            heads = dict(zip("qkv", subject.inputs(fitted, trial), strict=True))
+            label = f"{fitted}, each row its own mask"
+            call = Call(label, subject.attend, {**heads, "keep": keep})
+            rows_alone(call, "is masked by another row's mask")
 
 
 def _independent_rows(call: Call) -> None:
@@ -197,48 +199,3 @@ def _independent_rows(call: Call) -> None:
         one = slice(row, row + 1)
         alone = call(**{n: x[one] for n, x in call.given.items()})
         require(label, base[one], alone, allowed, f"row {row} gives something else alone")
-
-
-def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
-    keep = random_mask(subject, sizes, trial)
-    q, k, v = subject.inputs(sizes, trial)
-    base = subject.run(q, k, v, keep=keep)
-    for row in range(sizes.B):
-        one = slice(row, row + 1)
-        alone = subject.run(q[one], k[one], v[one], keep=keep[one])
-        alone = torch.where(alone.isnan(), base[one], alone)
-        if worst(base[one], alone)[1] > tolerance(v):
-            cause = f"row {row} is masked by another row's mask"
-            require(f"{sizes}, each row its own mask", base[one], alone, 1e-4, cause)
-
-
-@law("exact", "heads|layer", advised=True)
-def zero_sizes(subject: Subject, trial: Trial) -> None:
-    """With no queries, no keys, no rows or one channel the output has its shape, and nothing is
-    raised.
-    """
-    changes: list[dict[str, int]] = [{"D": 1, "V": 1}, {"L": 1, "S": 1}, {"B": 0}]
-    if subject.attend is not None:
-        if subject.has.cross:
-            changes += [{"L": 0}, {"S": 0}]
-        changes.append({"L": 0, "S": 0})
-        for change in changes:
-            sizes = subject.fit(SOME._replace(**change))
-            run = partial(subject.run, *subject.inputs(sizes, trial))
-            _has_shape(str(sizes), run, (sizes.B, sizes.H, sizes.L, sizes.V))
-    if subject.layer is not None:
-        for batch, length in ((2, 1), (0, 3), (2, 0)):
-            x = subject.tokens(batch, length, trial)
-            label, shape = f"B={batch} L={x.shape[1]}", (batch, x.shape[1])
-            _has_shape(label, partial(subject.run_layer, x), shape)
-
-
-def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> None:
-    try:
-        out = run()
-    except SubjectError as error:
-        fail(label, "", f"shape {list(shape)}", "an error", str(error))
-    finite = bool(out.isfinite().all())
-    if tuple(out.shape[: len(shape)]) != shape or not finite:
-        fail(label, "", f"finite values of shape {list(shape)}",
-             f"shape {list(out.shape)}, finite: {finite}", "an empty softmax")  # fmt: skip

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 from urllib.parse import quote
 
 from regard_verify import __version__
@@ -22,8 +21,7 @@ RULES = {  # what is reported beside laws
     "not_understood": "The subject can be found, built and called.",
     "judged": "The laws that matter most can be asked.",
 }
-Level = Literal["error", "warning", "note"]
-COMMANDS: dict[Level, str] = {"error": "error", "warning": "warning", "note": "notice"}
+COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}  # by level
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Finding:
     """
 
     rule: str
-    level: Level
+    level: str
     statement: str
     text: str
     file: str
@@ -58,7 +56,7 @@ def findings(report: Report) -> Iterator[Finding]:
             text = "\n".join(each.sentences(report.following(each.law)))
             place = re.match(r"(.+?):(\d+)(?::|$)", each.line)
             where = (Path(place[1]).as_posix(), int(place[2])) if place else (file, line)
-            yield Finding(each.law, level, each.statement, text, *where)  # type: ignore[arg-type]
+            yield Finding(each.law, level, each.statement, text, *where)
     if report.unjudged:
         text = f"{report.unjudged}\n{DECLARE}"
         yield Finding("judged", "warning", RULES["judged"], text, file, line)
@@ -95,26 +93,23 @@ def sarif(report: Report) -> str:
     statements = {each.rule: each.statement for each in found}
     rules = [{"id": rule, "shortDescription": {"text": text}} for rule, text in statements.items()]
     driver = {"name": "regard-verify", "version": __version__, "rules": rules}
+    results = []
+    for each in found:
+        place = {"artifactLocation": {"uri": quote(each.file)}, "region": {"startLine": each.line}}
+        result = {
+            "ruleId": each.rule,
+            "ruleIndex": list(statements).index(each.rule),
+            "level": each.level,
+            "message": {"text": each.text},
+            "locations": [{"physicalLocation": place}],
+        }
+        results.append(result)
     run = {
         "tool": {"driver": driver},
-        "results": [_result(each, list(statements).index(each.rule)) for each in found],
+        "results": results,
         "invocations": [{"executionSuccessful": not report.problem}],
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
-
-
-def _result(finding: Finding, index: int) -> dict[str, Any]:
-    place = {
-        "artifactLocation": {"uri": quote(finding.file)},
-        "region": {"startLine": finding.line},
-    }
-    return {
-        "ruleId": finding.rule,
-        "ruleIndex": index,
-        "level": finding.level,
-        "message": {"text": finding.text},
-        "locations": [{"physicalLocation": place}],
-    }
 
 
 def annotations(report: Report) -> Iterator[str]:

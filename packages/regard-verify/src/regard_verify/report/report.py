@@ -22,9 +22,6 @@ EXIT_CODES: dict[Verdict, int] = {
 COLOURS: dict[Verdict, str] = {  # of badges
     "kept": "brightgreen", "broken": "red", "not understood": "red", "partly judged": "yellow",
 }  # fmt: skip
-DEFINITION = (
-    "oracle_forward"  # without this law the values, and with them the scale, are not judged
-)
 
 
 @dataclass(frozen=True)
@@ -223,11 +220,12 @@ class Report:
         asked, broken, causes = len(self.asked), len(self.failed), len(self.causes)
         verdict = "right as far as it was judged"
         if broken:
-            verdict = f"broken, for {_counted(causes, 'cause')}"
+            verdict = f"broken, for {count_of(causes, 'cause')}"
         if self.unjudged or not asked:
             verdict = f"{verdict}, and only partly judged" if broken else "partly judged"
-        laws = f"{asked} of {_counted(len(self.outcomes), 'law')} {_was(asked)} asked"
-        return f"{self.subject}: {verdict}. {laws}, {broken or 'none'} {_is(broken)} broken."
+        laws = f"{asked} of {count_of(len(self.outcomes), 'law')} {'was' if asked == 1 else 'were'}"
+        more = f"asked, {broken or 'none'} {'are' if broken > 1 else 'is'} broken"
+        return f"{self.subject}: {verdict}. {laws} {more}."
 
     def badge(self) -> str:
         """A line of Markdown for a README; green only where the exit code is 0."""
@@ -239,7 +237,7 @@ class Report:
         """How many of the laws that were asked are broken; else the verdict."""
         if self.verdict not in ("kept", "broken"):
             return self.verdict
-        return f"{len(self.failed) or 'none'} of {_counted(len(self.asked), 'law')} broken"
+        return f"{len(self.failed) or 'none'} of {count_of(len(self.asked), 'law')} broken"
 
     def to_json(self) -> str:
         """The report as JSON; `Report.from_json` reads it."""
@@ -258,16 +256,9 @@ class Report:
         return Report(**whole)
 
 
-def _counted(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """A number and a noun, in the plural where it is not 1."""
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _was(number: int) -> str:
-    return "was" if number == 1 else "were"
-
-
-def _is(number: int) -> str:
-    return "are" if number > 1 else "is"
 
 
 def outcome_from(given: Mapping[str, Any]) -> Outcome:
@@ -288,9 +279,3 @@ def outcome(
     if status == "failed" and law.advised:
         status = "advice"
     return Outcome(law.name, status, law.statement, law.kind, reason, example, seconds)
-
-
-def ended(law: Law, cause: str) -> Outcome:
-    """The outcome of a law during which the subject ended its process."""
-    example = Counterexample("", "", "an output", "none", cause)
-    return outcome(law, "failed", example=example)

@@ -6,19 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from regard_verify.laws import LAWS
-from regard_verify.report.report import DEFINITION, Report
+from regard_verify.report.report import Report
 from regard_verify.run.causes import settled
-from regard_verify.run.in_process import (
-    crash,
-    describe,
-    end_early,
-    problem_of,
-    run_laws,
-    undisturbed,
-)
-from regard_verify.run.separate_process import Progress, Request, run_separately
+from regard_verify.run.in_process import Progress, Request, Run, events
+from regard_verify.run.separate_process import run_separately
 from regard_verify.subject.conventions import Conventions, conventions_from
-from regard_verify.subject.understand import understand
 
 REFERENCE = (  # what to declare where the definition cannot be asked
     "Name the function of (q, k, v) inside it, or declare reference=NAME, a function or module in "
@@ -40,9 +32,9 @@ def check(
     """Check the laws of attention on a subject.
 
     Args:
-        subject: a name (`"PATH.py:NAME"`, `"package.module:NAME"`, a folder with a transformers
-            model), which is run in a separate process; or an object (a function of q, k and v, an
-            `nn.Module` from x to output, a class), which is run in this one.
+        subject: a name (`"PATH.py:NAME"`, `"package.module:NAME"`), which is run in a separate
+            process; or an object (a function of q, k and v, an `nn.Module` from x to output, a
+            class, a function without arguments that builds one), which is run in this one.
         like: its conventions; those that are left out are found out.
         only: names of laws; all if None.
         quick: fewer sizes and no compiler.
@@ -72,17 +64,25 @@ def check(
     for each in only or ():
         if each not in LAWS:
             raise ValueError(f"no law is called {each!r}; see regard-verify --list")
-    if not isinstance(subject, str):
-        return _completed(_here(subject, own, only, quick, seed, progress), only)
-    try:
-        json.dumps(own.declared())
-    except TypeError as error:
-        raise ValueError(
-            f"a named subject's conventions are numbers and texts, and {error}; give the object "
-            "itself, or name a function that builds it"
-        ) from error
-    request = Request(subject, own.declared(), only, quick, seed, memory=memory, limit=limit)
-    return _completed(run_separately(request, progress), only)
+    declared, start = own.declared(), time.perf_counter()
+    name = str(getattr(subject, "__name__", type(subject).__name__))
+    name = subject if isinstance(subject, str) else name
+    run = Run(Report(name, declared=declared, seed=seed), only, progress)
+    request = Request(subject, declared, only, quick, seed, memory=memory, limit=limit)
+    if isinstance(subject, str):
+        try:
+            json.dumps(declared)
+        except TypeError as error:
+            raise ValueError(
+                f"a named subject's conventions are numbers and texts, and {error}; give the "
+                "object itself, or name a function that builds it"
+            ) from error
+        run_separately(request, run)
+    else:
+        for event in events(request, own):
+            run.record(event)
+    run.report.seconds = round(time.perf_counter() - start, 2)
+    return _completed(run.report, only)
 
 
 def _completed(report: Report, only: Sequence[str] | None) -> Report:
@@ -106,39 +106,10 @@ def unjudged(report: Report) -> str:
     if report.problem or report.kind not in ("function", "module"):
         return ""
     status = {each.law: each for each in report.outcomes}
-    asked = status.get(DEFINITION)
+    asked = status.get("oracle_forward")  # the law of the values, and with them of the scale
     judged_by_reference = status.get("reference_parity")
     if asked is None or asked.status not in ("not applicable", "defect"):
         return ""
     if judged_by_reference is not None and judged_by_reference.status == "passed":
         return ""
     return f"Its values and its scale were not judged: {asked.reason}. {REFERENCE}."
-
-
-def _here(
-    subject: Any,
-    own: Conventions,
-    only: Sequence[str] | None,
-    quick: bool,
-    seed: int,
-    progress: Progress,
-) -> Report:
-    start = time.perf_counter()
-    try:
-        with undisturbed(seed):
-            understood = understand(subject, own, seed=seed)
-    except Exception as error:
-        name = getattr(subject, "__name__", type(subject).__name__)
-        report = Report(name, declared=own.declared(), seed=seed)
-        end_early(report, crash(error), problem_of(error), only)
-        return report
-    report = describe(understood, seed)
-    total = len(LAWS if only is None else only)
-    for law, outcome in run_laws(understood, only=only, quick=quick, seed=seed):
-        if outcome is None:
-            progress(law.name, len(report.outcomes), total)
-        else:
-            report.outcomes.append(outcome)
-    report.notes = list(understood.notes)
-    report.seconds = round(time.perf_counter() - start, 2)
-    return report

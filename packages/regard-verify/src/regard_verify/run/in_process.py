@@ -1,19 +1,22 @@
-"""Checking every law that applies to a subject, in this process."""
+"""Judging a subject in this process: it is understood, and every law that applies is checked."""
 
 import contextlib
 import io
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from regard_verify.blame import files_of, line_about, line_of, own_error, said
 from regard_verify.law import Broken, Counterexample, Law, NotApplicable, Trial
 from regard_verify.laws import LAWS
-from regard_verify.report.report import Outcome, Report, outcome
+from regard_verify.report.report import Outcome, Report, outcome, outcome_from
+from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.subject.understand import understand
 
 LACKS = {  # why a law does not apply, by the ability that it needs
     "heads": "its heads were not reached",
@@ -34,14 +37,6 @@ LACKS = {  # why a law does not apply, by the ability that it needs
 }
 FIRST = "eval_determinism"
 LAST = "default_dtype"  # a subject may keep tables that it computed under another default
-
-
-def lacking(law: Law, subject: Subject) -> str | None:
-    """Why a law does not apply; None if it does."""
-    for need in law.needs:
-        if not subject.has.any_of(need):
-            return next(LACKS[name] for name in need.split("|") if name in LACKS)
-    return None
 
 
 def run_laws(
@@ -73,10 +68,10 @@ def run_laws(
 
 def run_law(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
     """The outcome of one law."""
-    reason = lacking(law, subject)
-    if reason is None and quick and not law.quick:
-        reason = "left out by --quick"
-    if reason is not None:
+    lacking = [need for need in law.needs if not subject.has.any_of(need)]
+    if lacking or (quick and not law.quick):
+        reasons = [LACKS[name] for each in lacking for name in each.split("|") if name in LACKS]
+        reason = next(iter(reasons), "left out by --quick")
         return outcome(law, "not applicable", reason=reason)
     start = time.perf_counter()
     found = _outcome(law, subject, Trial(law.name, seed=seed, quick=quick), seed)
@@ -115,12 +110,8 @@ def _of_an_error(law: Law, subject: Subject, error: Exception) -> Outcome:
     else:
         cause = f"the call ended in {said(error, line_of(error, files))}"
     example = Counterexample("", "", "an output", "an error", cause)
-    return located(outcome(law, "failed", example=example), error, files)
-
-
-def located(found: Outcome, error: Exception, files: Collection[str] = ()) -> Outcome:
-    """The same outcome with the line of the subject in which an error was raised."""
     told = error.line if isinstance(error, SubjectError) else ""
+    found = outcome(law, "failed", example=example)
     return replace(found, line=told or line_of(error, files))
 
 
@@ -189,29 +180,105 @@ def crash(error: Exception) -> Outcome | None:
         return None
     text = f"it raised {said(cause)}"
     example = Counterexample("", "", "an output", "an error, as for all other shapes", text)
-    return located(outcome(LAWS["runs"], "failed", example=example), error)
+    return replace(outcome(LAWS["runs"], "failed", example=example), line=error.line)
 
 
-def end_early(
-    report: Report, crash: Outcome | None, problem: str, only: Iterable[str] | None = None
-) -> None:
-    """Complete the report on a subject that could not be understood, or does not run at all."""
-    if crash is None:
-        report.problem = problem
+Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are
+
+
+@dataclass
+class Request:
+    """A request to judge a subject.
+
+    Attributes:
+        subject: its name, or the object itself.
+        conventions: declared ones.
+        only: names of laws; all if None.
+        skip: laws that already have an outcome.
+        memory: GiB that a separate process may take beyond what torch takes.
+        limit: seconds of processor time for one law there.
+    """
+
+    subject: Any
+    conventions: dict[str, Any]
+    only: Sequence[str] | None
+    quick: bool
+    seed: int
+    skip: Sequence[str] = ()
+    memory: float = 4.0
+    limit: float = 30.0
+
+
+def events(request: Request, own: Conventions) -> Iterator[dict[str, Any]]:
+    """Judge a subject under its conventions: yields each step as a dictionary for JSON."""
+    seed = request.seed
+    try:
+        with undisturbed(seed):
+            subject = understand(request.subject, own, seed=seed)
+    except Exception as error:
+        found = crash(error)
+        told = None if found is None else asdict(found)
+        yield {"event": "problem", "text": problem_of(error), "crash": told}
         return
-    reason = "not asked: it raises an error for every input"
-    wanted = set(LAWS if only is None else only) - {crash.law}
-    others = [law for law in LAWS.values() if law.name in wanted]
-    report.outcomes = [crash, *(outcome(law, "not applicable", reason=reason) for law in others)]
+    known = {"subject": subject.name, "kind": subject.kind, "inferred": dict(subject.inferred)}
+    declared = subject.conventions.declared()
+    yield {"event": "subject", **known, "declared": declared, "notes": list(subject.notes)}
+    laws = run_laws(subject, only=request.only, skip=request.skip, quick=request.quick, seed=seed)
+    for law, done in laws:
+        if done is None:
+            yield {"event": "law", "law": law.name}
+        else:
+            yield {"event": "outcome", "outcome": asdict(done)}
+    yield {"event": "done", "notes": list(subject.notes)}
 
 
-def describe(subject: Subject, seed: int) -> Report:
-    """A report on what was found out about the subject, without outcomes."""
-    return Report(
-        subject.name,
-        subject.kind,
-        inferred=dict(subject.inferred),
-        declared=subject.conventions.declared(),
-        notes=list(subject.notes),
-        seed=seed,
-    )
+@dataclass
+class Run:
+    """The results on one subject so far, over all its processes."""
+
+    report: Report
+    only: Sequence[str] | None
+    progress: Progress
+    done: set[str] = field(default_factory=set)
+    current: str = ""
+    finished: bool = False
+    deaths: int = 0
+
+    @property
+    def wanted(self) -> list[Law]:
+        """The laws that are asked for."""
+        return [law for law in LAWS.values() if self.only is None or law.name in self.only]
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Put one step into the report."""
+        report = self.report
+        if event["event"] == "problem":
+            self._end_early(event["text"], event["crash"])
+        elif event["event"] == "subject" and not report.kind:
+            for name in ("subject", "kind", "inferred", "declared", "notes"):
+                setattr(report, name, event[name])
+        elif event["event"] == "law":
+            self.current = event["law"]
+            self.progress(event["law"], len(self.done), len(self.wanted))
+        elif event["event"] == "outcome":
+            self.end_law(outcome_from(event["outcome"]))
+        elif event["event"] == "done":
+            report.notes = list(dict.fromkeys([*report.notes, *event["notes"]]))
+            self.finished = True
+
+    def end_law(self, found: Outcome) -> None:
+        """Add the outcome of a law."""
+        self.report.outcomes.append(found)
+        self.done.add(found.law)
+
+    def _end_early(self, problem: str, crash: Mapping[str, Any] | None) -> None:
+        """Complete the report on a subject that was not understood, or does not run at all."""
+        self.finished = True
+        if crash is None:
+            self.report.problem = problem
+            return
+        first = outcome_from(crash)
+        reason = "not asked: it raises an error for every input"
+        others = [law for law in self.wanted if law.name != first.law]
+        left = [outcome(law, "not applicable", reason=reason) for law in others]
+        self.report.outcomes = [first, *left]

@@ -7,13 +7,10 @@ it, and its masks and caches are taken from there.
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from regard_verify.subject.subject import SubjectError, called
 
 
 class Adapter(nn.Module):
@@ -119,6 +116,11 @@ class RegardLayer(Adapter):
         return out
 
 
+def inner_of(module: Any) -> Any:
+    """The module itself, without its adapter."""
+    return module.inner if isinstance(module, Adapter) else module
+
+
 def is_of(library: str, found: Any) -> bool:
     """Whether it is a class or an object of a library."""
     module = (found if isinstance(found, type) else type(found)).__module__
@@ -135,26 +137,3 @@ def adapted(module: nn.Module) -> nn.Module:
                 nn.init.normal_(parameter)
         return TransformersModel(module) if hasattr(module, "base_model_prefix") else module
     return module
-
-
-def model_folder(path: Path) -> nn.Module:
-    """The model in a folder; nothing is downloaded, and no code or pickle in the folder is run.
-
-    Raises:
-        SubjectError: if transformers is missing, or cannot read the folder.
-    """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise SubjectError(
-            "a folder is read by transformers, which is missing: python -m pip install "
-            "'regard-verify[hf]'"
-        ) from error
-    local = {"local_files_only": True, "trust_remote_code": False}
-    config = called(AutoConfig.from_pretrained, path, **local)
-    named = [getattr(sys.modules["transformers"], n, None) for n in config.architectures or ()]
-    made_by = next(filter(None, named), AutoModelForCausalLM)
-    model = called(
-        made_by.from_pretrained, path, **local, use_safetensors=True, dtype=torch.float32
-    )
-    return TransformersModel(model).eval()

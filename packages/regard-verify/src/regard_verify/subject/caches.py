@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard_verify.subject.adapters import Adapter
-from regard_verify.subject.configurations import annotations_of, arguments_of
+from regard_verify.subject.adapters import Adapter, inner_of
 from regard_verify.subject.construct import build
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import SIZES, role_of
 from regard_verify.subject.lookup import named_beside
 from regard_verify.subject.positions import Positioned
-from regard_verify.subject.signatures import parameters_of
+from regard_verify.subject.signatures import annotations_of, arguments_of, parameters_of
 from regard_verify.subject.subject import SubjectError
 
 Maker = Callable[[], Any]
@@ -34,33 +33,28 @@ def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tu
     """
     if declared is not None:
         made_by = declared if callable(declared) else named_beside(beside, declared)
-        return [(_maker(module, made_by) if isinstance(made_by, type) else made_by, True)]
+        if isinstance(made_by, type):
+            made_by = partial(_made, module, made_by)
+        return [(made_by, True)]
     if isinstance(module, Adapter) and not isinstance(module, Positioned):
         return [(module.new_cache, True)]
-    inner = module.inner if isinstance(module, Adapter) else module
-    found = _annotated(inner, argument)
+    found = cache_classes(module, argument)
     found += [each for each in vars(beside).values() if _is_cache(each)] if beside else []
     if argument.startswith("past_key_value") and importlib.util.find_spec("transformers"):
         from transformers import DynamicCache
 
         found.append(DynamicCache)
-    return [(_maker(module, each), _of_layers(each)) for each in dict.fromkeys(found)]
+    makers: list[tuple[Maker, bool]] = []
+    for each in dict.fromkeys(found):
+        roles = {role_of(name) for name in parameters_of(getattr(each, update_of(each)))}
+        makers.append((partial(_made, module, each), bool(roles & {"layer index", "layers"})))
+    return makers
 
 
-def _of_layers(made_by: type) -> bool:
-    """Whether its update is given the index of a layer."""
-    update = getattr(made_by, update_of(made_by))
-    return any(role_of(name) in ("layer index", "layers") for name in parameters_of(update))
-
-
-def is_annotated(module: Any, argument: str) -> bool:
-    """Whether an argument of a layer is annotated with a class of caches."""
-    return bool(_annotated(module.inner if isinstance(module, Adapter) else module, argument))
-
-
-def _annotated(inner: Any, argument: str) -> list[type]:
-    annotated = annotations_of(inner.forward).get(argument)
-    parts = getattr(annotated, "__args__", (annotated,))  # of `Cache | None`
+def cache_classes(module: Any, argument: str) -> list[type]:
+    """The classes of caches with which an argument of a layer is annotated."""
+    kind = annotations_of(inner_of(module).forward).get(argument)
+    parts = getattr(kind, "__args__", (kind,))  # of `Cache | None`
     return [each for each in parts if isinstance(each, type) and _is_cache(each)]
 
 
@@ -70,13 +64,9 @@ def _is_cache(each: Any) -> bool:
     return getattr(each, "forward", nn.Module.forward) is nn.Module.forward
 
 
-def _maker(module: Any, made_by: type) -> Maker:
-    return partial(_made, module, made_by)
-
-
 def _made(module: Any, made_by: type) -> Any:
     """A cache of the sizes that the layer has."""
-    inner = module.inner if isinstance(module, Adapter) else module
+    inner = inner_of(module)
     held = {role_of(name): value for name, value in vars(inner).items() if type(value) is int}
     held.setdefault("key heads", held.get("heads", 0))
     roles = {name: role_of(name) for name in arguments_of(made_by)}

@@ -97,7 +97,10 @@ def find_roles(run: Run, channels: int, trial: Trial) -> Roles | None:
     kinds = _kinds(run, channels, trial)
     if kinds is None or not (kinds.queries and kinds.keys and kinds.values):
         return None
-    heads = _by_outputs(kinds.queries, kinds.moved)
+    heads: list[Tensor] = []  # of each, the output channels that its queries change
+    for query in kinds.queries:
+        if not any(torch.equal(kinds.moved[query], head) for head in heads):
+            heads.append(kinds.moved[query])
     outputs = [_channels(mask) for mask in heads]
     covered = [channel for each in outputs for channel in each]
     if len(covered) != len(set(covered)) or len({len(each) for each in outputs}) > 1:
@@ -108,12 +111,11 @@ def find_roles(run: Run, channels: int, trial: Trial) -> Roles | None:
     opened = _opened(run, kinds, channels)
     if opened is None:
         return None
-    partners = _partners(run, kinds, channels, opened, AT)
-    if partners is None:  # its own key may be hidden
-        partners = _partners(run, kinds, channels, opened, AT - 1)
-    if partners is None:
-        return None
-    return _roles(kinds, heads, outputs, shared, partners, opened)
+    for key in (AT, AT - 1):  # its own key may be hidden
+        partners = _partners(run, kinds, channels, opened, key)
+        if partners is not None:
+            return _roles(kinds, heads, outputs, shared, partners, opened)
+    return None
 
 
 def _generic(channels: int, trial: Trial) -> Tensor:
@@ -169,15 +171,6 @@ def _linear(found: list[Tensor], least: float) -> Tensor:
         error = (change - right).abs().amax((1, 2))
         linear &= error <= 1e-3 * right.abs().amax((1, 2)) + least
     return linear
-
-
-def _by_outputs(of: list[int], moved: Tensor) -> list[Tensor]:
-    """The distinct sets of output channels that these channels change, in order of appearance."""
-    found: list[Tensor] = []
-    for channel in of:
-        if not any(torch.equal(moved[channel], each) for each in found):
-            found.append(moved[channel])
-    return found
 
 
 def _channels(mask: Tensor) -> list[int]:
@@ -311,8 +304,12 @@ def _roles(
         for head in readers:
             queries[head] = [by_key[head][key] for key in channels if key in by_key[head]]
     keys = list(own.values())
-    values = [_by_output(group, kinds, outputs[readers[0]]) for readers, group in groups.items()]
-    if len(keys) != len(values) or not _even(queries, keys, values, len(outputs[0])):
+    values = []  # of each key head, in the order of the output channels of its first query head
+    for readers, group in groups.items():
+        into = {place: c for c in group for place in _channels(kinds.moved[c])}
+        values.append([into[place] for place in outputs[readers[0]] if place in into])
+    dims, widths = {len(x) for x in (*queries, *keys)}, {len(x) for x in (*values, outputs[0])}
+    if len(keys) != len(values) or len(dims) > 1 or len(widths) > 1 or len(queries) % len(keys):
         return None
     used = {c for part in (*queries, *keys) for c in part}
     left_out = [c for c in (*kinds.queries, *kinds.keys) if c not in used]
@@ -336,24 +333,3 @@ def _by_readers(
     for channel in of:
         found.setdefault(shared[channel], []).append(channel)
     return found
-
-
-def _even(
-    queries: list[list[int]], keys: list[list[int]], values: list[list[int]], width: int
-) -> bool:
-    """Whether all heads have as many channels, and key heads are shared by as many heads."""
-    dims = {len(each) for each in (*queries, *keys)}
-    return (
-        len(dims) == 1
-        and {len(each) for each in values} == {width}
-        and (len(queries) % len(keys) == 0)
-    )
-
-
-def _by_output(of: list[int], kinds: _Kinds, outputs: list[int]) -> list[int]:
-    """Value channels in the order of the output channels of one head."""
-    into = {}
-    for channel in of:
-        for place in _channels(kinds.moved[channel]):
-            into[place] = channel
-    return [into[place] for place in outputs if place in into]

@@ -136,6 +136,16 @@ class Conventions:
         return replace(self, **{n: v for n, v in values.items() if getattr(self, n) is None})
 
 
+def probe_length(own: Conventions) -> int:
+    """A length that shows whether all multiples are taken: no other multiple divides it."""
+    return 11 * own.multiple if own.multiple else 3
+
+
+def pattern_length(own: Conventions) -> int:
+    """A length that shows which keys are visible: three blocks of 4, or of the multiple."""
+    return max(12, 3 * (own.multiple or 1))
+
+
 def conventions_from(given: Mapping[str, Any]) -> Conventions:
     """Conventions from a dictionary: of JSON, or of the subject's file.
 

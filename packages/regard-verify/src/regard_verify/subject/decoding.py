@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from regard_verify.law import Trial
-from regard_verify.subject.adapters import Adapter
-from regard_verify.subject.caches import content_of, is_annotated, makers_of
+from regard_verify.subject.adapters import inner_of
+from regard_verify.subject.caches import cache_classes, content_of, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError, called
@@ -49,47 +49,45 @@ class Steps:
     def new(self) -> CacheState:
         """An empty cache."""
         if self.style == "internal":
-            _clear(self.call.module, self.empty)
+            inner = inner_of(self.call.module)
+            reset = next((getattr(inner, name) for name in RESETS if hasattr(inner, name)), None)
+            if reset is not None:
+                called(reset)
+            for name, value in self.empty.items() if reset is None else ():
+                setattr(inner, name, value.clone() if isinstance(value, Tensor) else value)
             return CacheState(None, 0)
         return CacheState(called(self.new_cache) if self.new_cache is not None else None, 0)
 
     def step(self, x: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
         """The output for x, whose tokens follow those in `state`, and the cache after it."""
-        with torch.no_grad():
-            return self.follow(x.clone(), state)
-
-    def follow(
-        self, x: Tensor, state: CacheState, *, columns: int = 0
-    ) -> tuple[Tensor, CacheState]:
-        """`step` with gradients and without a copy; the mask is `columns` keys too wide."""
+        x = x.clone()
         length = state.length + x.shape[1]
-        given = self._positions(state.length, x.shape[1])
+        names = parameters_of(self.call.module.forward)
+        given: dict[str, Any] = dict.fromkeys(_starts(names), state.length)
+        given |= {n: torch.arange(state.length, length) for n in POSITIONS if n in names}
         if self.argument:
             given[self.argument] = state.held
-        if "use_cache" in parameters_of(self.call.module.forward):
+        if "use_cache" in names:
             given["use_cache"] = True
-        keep = self.keep(state.length, x.shape[1])
-        if columns:
-            keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
-        result = self.call.result(x, keep=keep, before=state.length, **given)
+        keep = None
+        if not self.subject.conventions.causal and self.subject.has.mask:
+            keep = self.subject.visible(x.shape[1], length, causal=True)[None, None]
+        with torch.no_grad():
+            result = self.call.result(x, keep=keep, before=state.length, **given)
         held = state.held if self.style != "tuple" else _returned_cache(result)
         return self.call.out(result, x), CacheState(held, length)
+
+    def pieces(self, x: Tensor, cuts: list[int]) -> tuple[Tensor, CacheState]:
+        """The output for x in pieces of these lengths, from an empty cache, and the cache after."""
+        state, outs = self.new(), []
+        for piece in x.split(cuts, dim=1):
+            out, state = self.step(piece, state)
+            outs.append(out)
+        return torch.cat(outs, dim=1), state
 
     def of(self, module: nn.Module) -> "Steps":
         """The same way of passing a cache, with another module of the same kind."""
         return replace(self, call=replace(self.call, module=module))
-
-    def keep(self, before: int, new: int) -> Tensor | None:
-        """The causal mask of a step, where the layer is not causal by itself."""
-        if self.subject.conventions.causal or not self.subject.has.mask:
-            return None
-        return self.subject.visible(new, before + new, causal=True)[None, None]
-
-    def _positions(self, before: int, new: int) -> dict[str, Any]:
-        names = parameters_of(self.call.module.forward)
-        given: dict[str, Any] = dict.fromkeys(_starts(names), before)
-        given.update({n: torch.arange(before, before + new) for n in POSITIONS if n in names})
-        return given
 
 
 def _returned_cache(result: Any) -> Any:
@@ -105,24 +103,9 @@ def _returned_cache(result: Any) -> Any:
     raise SubjectError("it returned no cache beside its output")
 
 
-def _inner(module: Any) -> Any:
-    return module.inner if isinstance(module, Adapter) else module
-
-
-def _clear(module: Any, empty: dict[str, Any]) -> None:
-    """Make the cache in a layer empty: by its own method, or as it was before the first call."""
-    inner = _inner(module)
-    reset = next((name for name in RESETS if hasattr(inner, name)), None)
-    if reset is not None:
-        called(getattr(inner, reset))
-        return
-    for name, value in empty.items():
-        setattr(inner, name, value.clone() if isinstance(value, Tensor) else value)
-
-
 def _held(module: Any) -> dict[str, Any]:
     """The tensors, numbers and None that a layer holds beside its weights."""
-    inner = _inner(module)
+    inner = inner_of(module)
     held = {**inner._buffers, **{n: x for n, x in vars(inner).items() if not n.startswith("_")}}
     return {
         name: x.detach().clone() if isinstance(x, Tensor) else x
@@ -182,21 +165,17 @@ def _agrees(steps: Steps, subject: Subject, trial: Trial) -> bool:
         return steps.style != "internal" or _is_certain(steps)
     x = subject.tokens(2, 5, trial)
     try:
-        whole = at_once(subject, x)
-        state, pieces = steps.new(), []
-        for piece in x.split([3, 1, 1], dim=1):
-            out, state = steps.step(piece, state)
-            pieces.append(out)
+        whole, (got, _) = at_once(subject, x), steps.pieces(x, [3, 1, 1])
     except SubjectError:
         return False
-    return bool(torch.allclose(torch.cat(pieces, 1), whole, atol=1e-3))
+    return bool(torch.allclose(got, whole, atol=1e-3))
 
 
 def _is_certain(steps: Steps) -> bool:
     """Whether a way that gives other outputs is a fault of the cache, and not a wrong guess."""
     if steps.style != "internal":
         return True
-    inner = _inner(steps.call.module)
+    inner = inner_of(steps.call.module)
     return any(hasattr(inner, name) for name in RESETS) or any(
         _STORED.search(name) for name in steps.empty
     )
@@ -216,7 +195,7 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
     names = [
         name
         for name, each in taken.items()
-        if (_ARGUMENTS.search(name) or is_annotated(module, name))
+        if (_ARGUMENTS.search(name) or cache_classes(module, name))
         and not isinstance(each.default, (bool, int))
         and name not in ("use_cache", call.context, *POSITIONS, *_starts(taken))
     ]
@@ -229,9 +208,9 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
         ]
         plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []
         found += [*objects, Steps(call, subject, name, "tuple"), *plain]
-    either = {**parameters_of(_inner(module).forward), **taken}
+    either = {**parameters_of(inner_of(module).forward), **taken}
     started = either.keys() & {*_starts(either), *POSITIONS, "use_cache"}
-    if any(hasattr(_inner(module), name) for name in RESETS) or started:
+    if any(hasattr(inner_of(module), name) for name in RESETS) or started:
         found.append(Steps(call, subject, "", "internal", empty=_held(module)))
     alike = {"object": ("object", "single")}.get(own.cache_style or "", (own.cache_style,))
     return [each for each in found if own.cache_style is None or each.style in alike]
@@ -249,11 +228,7 @@ def _starts(taken: Mapping[str, inspect.Parameter]) -> list[str]:
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
     """The output for x, computed in pieces of these lengths with a cache."""
-    state, pieces = subject.stepper.new(), []
-    for piece in x.split(cuts, dim=1):
-        out, state = subject.stepper.step(piece, state)
-        pieces.append(out)
-    return torch.cat(pieces, dim=1)
+    return subject.stepper.pieces(x, cuts)[0]
 
 
 def at_once(subject: Subject, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Calling a function of (q, k, v) in its own layout, with its own masks and options."""
+"""Calling a function of (q, k, v) in its own layout, with its own masks, options and pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # options by ability, and the usual nam
 }  # fmt: skip
 LAYOUTS = ("BHLD", "BLHD", "BLD", "LD")  # of inputs, the likeliest first
 ONE_HEAD = ("BLD", "LD")  # layouts without an axis of heads
+BLOCK = 4  # tokens of a page
 
 
 def options_of(target: Any, own: Conventions) -> dict[str, str]:
@@ -44,16 +45,17 @@ def options_of(target: Any, own: Conventions) -> dict[str, str]:
         if any(name in names for name in usual)
     }
     switch = found.pop("causal", "")
-    switches = [name for name in OPTIONS["causal"] if name in names and _is_switch(names[name])]
+    switches = [
+        name
+        for name in OPTIONS["causal"]
+        if name in names
+        and (isinstance(names[name].default, bool) or names[name].annotation in (bool, "bool"))
+    ]
     if switches or switch in ("is_causal", "causal"):
         found["causal"] = (switches or [switch])[0]
     if own.window_argument:
         found["window"] = own.window_argument
     return found
-
-
-def _is_switch(parameter: Any) -> bool:
-    return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")
 
 
 @dataclass
@@ -122,7 +124,9 @@ class FunctionCall:
                 raise SubjectError(f"it has no argument for {option}")
             if option == "dropout" and "training" in parameters_of(self.target):
                 given["training"] = True
-            if option == "window" and self._window_is_a_pair():
+            taken = parameters_of(self.target).get(self.names[option])
+            pair = taken and (isinstance(taken.default, tuple) or "uple" in str(taken.annotation))
+            if option == "window" and pair:
                 value = (value - 1, 0)  # earlier keys, and later ones, beside its own
             given[self.names[option]] = value
         return given
@@ -140,12 +144,6 @@ class FunctionCall:
         if "training" in taken:
             given["training"] = False
         return given
-
-    def _window_is_a_pair(self) -> bool:
-        parameter = parameters_of(self.target).get(self.names.get("window", ""))
-        return parameter is not None and (
-            isinstance(parameter.default, (tuple, list)) or "uple" in str(parameter.annotation)
-        )
 
     def requires_a_mask(self) -> bool:
         """Whether its mask argument has no default."""
@@ -175,6 +173,48 @@ class OfModule:
             setattr(module, name, held)
         module.train(bool(given.get("dropout")))
         return self.function(module, query, key, value, **given)
+
+
+class OnPages:
+    """Calls a paged function with each query as a row that has pages of its own.
+
+    The function takes q [B, H, D], k_pool [N, T, G, D], v_pool, block_table [B, M] and lengths [B],
+    and returns [B, H, D]. Of S keys, query i of L sees the first S - L + i + 1. Places of the pools
+    without a token are NaN, and entries of the table without a page are invalid.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", "attention")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output [B, H, L, Dv]; a query that sees no key gives zeros."""
+        batch, heads, queries, _ = q.shape
+        lengths = (torch.arange(queries) + 1 + k.shape[2] - queries).clamp(min=0).repeat(batch)
+        used = lengths > 0
+        if not used.any():
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+        lengths = lengths[used]
+        count = -(-k.shape[2] // BLOCK)  # pages of a row
+        order = torch.randperm(len(lengths) * count, generator=torch.Generator().manual_seed(0))
+        pools = [self._pool(x.repeat_interleave(queries, 0)[used], lengths, order) for x in (k, v)]
+        table = order.view(-1, count)
+        table = torch.where(
+            torch.arange(count) * BLOCK < lengths[:, None], table, len(order) * 1000
+        )
+        out = q.new_zeros(len(used), heads, v.shape[3])
+        rows = q.transpose(1, 2).flatten(0, 1)[used]
+        got = output_of(self.function(rows, *pools, table, lengths), rows.numel())
+        out = out.to(got.dtype).index_put((used.nonzero()[:, 0],), got)
+        return out.unflatten(0, (batch, queries)).transpose(1, 2)
+
+    def _pool(self, x: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
+        """Pages [N, T, G, D] in this order, of x [B, G, S, D] for each row."""
+        x = x.transpose(1, 2)
+        x = torch.cat([x, x.new_zeros(len(x), -x.shape[1] % BLOCK, *x.shape[2:])], 1)
+        held = torch.arange(x.shape[1]) < lengths[:, None]
+        pages = torch.where(held[..., None, None], x, float("nan")).unflatten(1, (-1, BLOCK))
+        return pages.flatten(0, 1)[order.argsort()]
 
 
 def takes_module(target: Any) -> bool:

@@ -1,15 +1,20 @@
 """The meaning of a class's argument, by its name as tutorials and libraries use it."""
 
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
+
+from regard_verify.subject.signatures import EMPTY
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 4, 2, 8, 128
 VALUES: dict[str, Any] = {  # by what an argument stands for
     "width": WIDTH, "heads": HEADS, "key heads": KV_HEADS, "heads per key head": HEADS // KV_HEADS,
     "head width": HEAD_DIM, "key width": HEAD_DIM, "length": CONTEXT, "dropout": 0.0,
     "layer index": 0, "layers": 1, "flag": False, "rope base": 10_000.0, "window": 4, "batch": 16,
-    "rank": 12, "rotated width": 4, "epsilon": 1e-6, "device": "cpu", "dtype": None,
+    "rank": 12, "rotated width": 4, "epsilon": 1e-6, "device": "cpu", "dtype": torch.float32,
     "vocabulary": 40, "inner width": 64, "padding": 0, "batch first": True, "ratio": 2,
     "scale": HEAD_DIM**0.5,
 }  # fmt: skip
@@ -57,16 +62,9 @@ def words_of(name: str) -> list[str]:
         (['attention', 'head'], ['kv', 'head'], ['head'])
     """
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_").split("_")
-    return [word for word in map(_singular, parts) if word and word not in _COUNTS]
-
-
-def _singular(word: str) -> str:
-    word = re.sub(r"^n(heads?|embd|ctx)$", r"\1", word)
-    return (
-        word[:-1]
-        if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "ias"))
-        else word
-    )
+    parts = [re.sub(r"^n(heads?|embd|ctx)$", r"\1", word) for word in parts]
+    singular = [re.sub(r"(?<=...)(?<!s)(?<!ia)s$", "", word) for word in parts]
+    return [word for word in singular if word and word not in _COUNTS]
 
 
 def role_of(name: str, annotation: Any = None) -> str | None:
@@ -128,14 +126,28 @@ def _by_words(words: set[str], plain: str) -> str | None:
     return next((role for role, holds in rules if holds), None)
 
 
-def is_short(name: str, value: Any) -> bool:
-    """Whether a default limits the sequence length to less than the inputs of the laws."""
+def guess(name: str, annotation: Any, default: Any, *, resize: bool = False) -> Any:
+    """The value for an argument: its default, a guess, or `EMPTY` where nothing is known.
+
+    With `resize`, sizes get the values of `VALUES` even where they have a default.
+    """
+    role = role_of(name, annotation)
+    number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if role == "layer index" and default is None:
+        return 0
     most = {"max", "context", "ctx"} & set(name.lower().split("_"))
-    number = isinstance(value, int) and not isinstance(value, bool)
-    return bool(most) and role_of(name) == "length" and number and 0 < value < CONTEXT
+    if most and role == "length" and number and 0 < default < CONTEXT:
+        return CONTEXT  # the inputs of the laws are longer than that default
+    if default is not EMPTY and not (resize and role in SIZES and number):
+        return default
+    if role is None:
+        return None if type(None) in getattr(annotation, "__args__", ()) else EMPTY
+    return VALUES[role]
 
 
-def is_large(role: str | None, value: Any) -> bool:
-    """Whether a default makes a module that is slow to check."""
-    number = isinstance(value, int) and not isinstance(value, bool)
-    return number and value > LARGE.get(role or "", value)
+def has_large(taken: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a default among these arguments makes a module that is slow to check."""
+    return any(
+        type(each.default) is int and each.default > LARGE.get(role_of(name) or "", each.default)
+        for name, each in taken.items()
+    )

@@ -1,6 +1,7 @@
 """The usual layouts of one, two or three projections: which channel belongs to which head."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from regard_verify.law import Trial
 from regard_verify.mistakes import heads_of, mistakes, turned
 from regard_verify.oracle import pattern
-from regard_verify.subject.channels import Roles, Run
+from regard_verify.subject.channels import OPEN, Roles, Run
+
+Channels = list[list[int]]  # of each head, or of each projection, in order
 
 LENGTH = 4
 CLOSE = 1e-4  # of the largest value: the error of float32 against the definition in float64
@@ -39,26 +42,37 @@ def natural_roles(
     unread = torch.ones(channels, dtype=torch.bool)
     unread[[c for part in parts for c in part]] = False
     values[..., unread] = 0.0
-    got = run(values).double()
-    for roles in usual_layouts(parts, got.shape[-1], declared):
-        found = _matching(got, values, roles)
-        if found is not None:
-            return found
+    gates, parts = _gates(run, parts, values)
+    if len(parts) > 3 and len(parts) % 3 == 0:  # three projections of each head
+        parts = [[c for part in parts[first::3] for c in part] for first in range(3)]
+    for opened in OPEN if gates else (1.0,):
+        values[..., gates] = opened
+        got = run(values).double()
+        for roles in usual_layouts(parts, got.shape[-1], declared):
+            for causal, pairing, out in _outputs(values, roles):
+                if _agrees(out, got, roles):
+                    roles = replace(roles, gates=gates, opened=opened)
+                    return Natural(roles, causal, pairing)
     return None
 
 
-def _matching(got: Tensor, values: Tensor, roles: Roles) -> Natural | None:
-    """The layout, if the definition or a mistake gives `got` with it."""
-    allowed = CLOSE * (1 + float(got.abs().max()))
-    for causal, pairing, out in _outputs(values, roles):
-        if out.shape[-1] != len(roles.outputs[0]):
-            continue  # keys of another size, used as values
-        merged = torch.zeros_like(got)
-        order = [c for head in roles.outputs for c in head]
-        merged[..., order] = out.transpose(1, 2).flatten(-2)
-        if float((merged - got).abs().max()) <= allowed:
-            return Natural(roles, causal, pairing)
-    return None
+def _gates(run: Run, parts: Channels, values: Tensor) -> tuple[list[int], Channels]:
+    """The channels of a projection that scales the output, as it is 0 where they are very small."""
+    for part in parts if len(parts) > 1 else ():
+        shut = values.clone()
+        shut[..., part] = -OPEN[0]
+        if float(run(shut).abs().max()) < 1e-6:
+            return part, [each for each in parts if each is not part]
+    return [], parts
+
+
+def _agrees(out: Tensor, got: Tensor, roles: Roles) -> bool:
+    """Whether the output [B, H, L, Dv] of a layout is the output [B, L, O] of the module."""
+    if out.shape[-1] != len(roles.outputs[0]):
+        return False  # keys of another size, used as values
+    merged = torch.zeros_like(got)
+    merged[..., [c for head in roles.outputs for c in head]] = out.transpose(1, 2).flatten(-2)
+    return float((merged - got).abs().max()) <= CLOSE * (1 + float(got.abs().max()))
 
 
 def _outputs(values: Tensor, roles: Roles) -> Iterator[tuple[bool, str, Tensor]]:
@@ -79,8 +93,6 @@ def _outputs(values: Tensor, roles: Roles) -> Iterator[tuple[bool, str, Tensor]]
 
 
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
-
-Channels = list[list[int]]  # of each head, in order
 
 
 def usual_layouts(

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,39 @@ from regard_verify.blame import line_of_subject
 from regard_verify.subject.signatures import order_of
 from regard_verify.subject.subject import SubjectError
 
-NEEDED = "give PATH.py:NAME, package.module:NAME, or a folder with a transformers model"
+NEEDED = (
+    "give PATH.py:NAME or package.module:NAME; for a model on disk, the name of a function without "
+    "arguments that loads it"
+)
 _ATTENTION = re.compile(r"att(entio)?n|mha|mqa|gqa|mla|sdpa", re.I)
 
 
-class Found(NamedTuple):
-    """An object that was named, and the module that holds it."""
-
-    thing: Any
-    home: Any
-
-
-def find(name: str) -> Found:
-    """The object of a name. Only its file is run, and what that imports.
+def find(name: str) -> tuple[Any, Any]:
+    """The object of a name, and the module that holds it. Only its file and its imports are run.
 
     Raises:
         SubjectError: if there is no such file or name, or the file cannot be run.
 
     Examples:
-        >>> find("torch.nn:MultiheadAttention").thing.__name__
+        >>> find("torch.nn:MultiheadAttention")[0].__name__
         'MultiheadAttention'
     """
+    if Path(name).is_dir():
+        raise SubjectError(f"{name} is a folder: {NEEDED}")
     where, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
     found = module
     for part in attribute.split(".") if attribute else ():
         if not hasattr(found, part):
-            raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
+            held = vars(found) if hasattr(found, "__dict__") else {}
+            names = [name for name, x in held.items() if not name.startswith("_") and callable(x)]
+            close = difflib.get_close_matches(part, names, 3, 0.6)
+            told = (
+                f"did you mean {' or '.join(close)}?"
+                if close
+                else f"it has {', '.join(names[:12])}"
+            )
+            raise SubjectError(f"{where} has no {attribute!r}; {told}")
         found = getattr(found, part)
     if inspect.ismodule(found):
         names = candidates(found)
@@ -53,15 +59,7 @@ def find(name: str) -> Found:
                 f"{name} defines no class with forward and no function of (q, k, v); {NEEDED}"
             )
         raise SubjectError(f"{name} is a file: name one of {', '.join(names[:12])} after a colon")
-    return Found(found, module)
-
-
-def _instead(holder: Any, missing: str) -> str:
-    """A suggestion for a missing name: names like it, else all that can be called."""
-    held = vars(holder) if hasattr(holder, "__dict__") else {}
-    names = [name for name, each in held.items() if not name.startswith("_") and callable(each)]
-    close = difflib.get_close_matches(missing, names, 3, 0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(names[:12])}"
+    return found, module
 
 
 def candidates(module: Any) -> list[str]:
@@ -69,39 +67,24 @@ def candidates(module: Any) -> list[str]:
 
     Where some are called attention, only those.
     """
+    plain = nn.Module.forward
     found = [
         name
         for name, each in vars(module).items()
         if getattr(each, "__module__", None) == module.__name__
         and name == getattr(each, "__name__", name)
-        and _may_be_attention(each)
+        and (
+            getattr(each, "forward", plain) is not plain
+            if isinstance(each, type)
+            else takes_heads(each)
+        )
     ]
     return [name for name in found if _ATTENTION.search(name)] or found
-
-
-def _may_be_attention(each: Any) -> bool:
-    if isinstance(each, type):
-        forward = getattr(each, "forward", nn.Module.forward)
-        return callable(forward) and forward is not nn.Module.forward
-    return takes_heads(each)
 
 
 def takes_heads(target: Any) -> bool:
     """Whether it is called with q, k and v first, in any order, by the names of its arguments."""
     return callable(target) and bool(order_of(target))
-
-
-def require_model(folder: Path) -> None:
-    """Raise unless a folder holds a model.
-
-    Raises:
-        SubjectError: with the files in it that can be named.
-    """
-    if (folder / "config.json").is_file():
-        return
-    files = sorted(str(each) for each in folder.glob("*.py") if each.name != "__init__.py")
-    instead = f"name one of {', '.join(files[:8])}" if files else NEEDED
-    raise SubjectError(f"the folder {folder} holds no model, as it has no config.json: {instead}")
 
 
 def _file(path: Path) -> Any:
@@ -183,7 +166,7 @@ def named_beside(module: Any, name: str) -> Callable[..., Any]:
     """
     found = getattr(module, name, None) or getattr(builtins, name, None)
     if found is None and ":" in name:
-        found = find(name).thing
+        found, _ = find(name)
     if found is None:
         raise SubjectError(f"{getattr(module, '__name__', 'its file')} has no {name!r}")
     return found

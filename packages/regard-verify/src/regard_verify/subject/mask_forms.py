@@ -55,6 +55,7 @@ class MaskForm(NamedTuple):
 
 
 NO_MASK = MaskForm("")
+SHAPES = ("BHLS", "B1LS", "NLS", "BLS", "LS", "B11S", "BS")  # axes, in the order of trials
 BIASES = ("attn_bias", "attention_bias")  # what is added to the scores: a mask of -inf as well
 
 
@@ -67,18 +68,13 @@ def forms(names: list[str], known: Conventions) -> Iterator[MaskForm]:
         ):  # fmt: skip
             if name in BIASES and polarity != "additive":
                 continue
-            for shape in _shapes(name):
+            for shape in SHAPES if "pad" not in name else ("BS", *SHAPES[:-1]):
                 form = MaskForm(name, polarity, shape, dtype)
                 declared = {
                     "mask": name, "polarity": polarity, "mask_shape": shape, "mask_dtype": dtype,
                 }  # fmt: skip
                 if all(getattr(known, n) in (None, value) for n, value in declared.items()):
                     yield form
-
-
-def _shapes(name: str) -> tuple[str, ...]:
-    general = ("BHLS", "B1LS", "NLS", "BLS", "LS", "B11S", "BS")
-    return ("BS", *general[:-1]) if "pad" in name else general
 
 
 def mask_arguments(target: Any) -> list[str]:
@@ -89,24 +85,16 @@ def mask_arguments(target: Any) -> list[str]:
         >>> mask_arguments(attention)
         ['attn_mask', 'masked', 'key_padding_mask']
     """
-    names = [
-        name
-        for name, each in parameters_of(target).items()
-        if ("mask" in name.lower() and "head_mask" not in name and "masked_" not in name)
-        or name in BIASES
-        if not isinstance(each.default, bool) and _may_be_a_tensor(name, each.annotation)
-    ]
+    names = []
+    for name, each in parameters_of(target).items():
+        kind = each.annotation
+        own_class = isinstance(kind, type) and kind.__module__ not in ("builtins", "inspect")
+        tensor = not own_class or issubclass(kind, Tensor)  # and no object
+        switch = isinstance(each.default, bool) or kind in (bool, "bool")
+        named = "mask" in name.lower() and "head_mask" not in name and "masked_" not in name
+        named &= name != "block_mask"  # of flex_attention
+        if (named or name in BIASES) and tensor and not switch:
+            names.append(name)
     return sorted(
         names, key=lambda name: (name in BIASES, "pad" in name, "mask" not in name.split("_")[-1:])
     )
-
-
-def _may_be_a_tensor(name: str, annotation: Any) -> bool:
-    """Whether an argument that is called a mask takes a tensor, and no switch and no object."""
-    if name == "block_mask" or annotation in (bool, "bool"):  # the first is of flex_attention
-        return False
-    own_class = isinstance(annotation, type) and annotation.__module__ not in (
-        "builtins",
-        "inspect",
-    )
-    return not own_class or issubclass(annotation, Tensor)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.adapters import inner_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import (
@@ -58,15 +58,13 @@ def _probabilities(module: nn.Module) -> Iterator[tuple[Any, str]]:
             if holder is not each and isinstance(holder, (nn.Module, Tensor, type)):
                 continue
             for name, value in list(settings.items()):
-                if _is_probability(name, value):
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                named = isinstance(name, str) and role_of(name) == "dropout"
+                if number and 0 <= value <= 1 and named and not _SHARES & set(name.split("_")):
                     yield holder, name
 
 
-def _is_probability(name: Any, value: Any) -> bool:
-    """Whether an attribute is a probability of dropout, by its name and its value."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    named = isinstance(name, str) and role_of(name) == "dropout"
-    return number and named and not {"keep", "path"} & set(name.split("_"))
+_SHARES = {"keep", "path"}  # words of other probabilities: of what is kept, of whole layers
 
 
 SIZES = {
@@ -78,9 +76,12 @@ SIZES = {
 }  # fmt: skip
 
 
+MOST_WIDTHS = 6  # that are tried where nothing names the width
+
+
 def size_of(module: nn.Module, what: str) -> int | None:
     """A size of the module, by one of its usual names on the module or its configuration."""
-    inner = module.inner if isinstance(module, Adapter) else module
+    inner = inner_of(module)
     for holder in (inner, getattr(inner, "config", None)):
         for name in SIZES[what]:
             value = getattr(holder, name, None)
@@ -89,9 +90,19 @@ def size_of(module: nn.Module, what: str) -> int | None:
     return None
 
 
+def widths_of(module: nn.Module, declared: int | None) -> list[int]:
+    """Widths that its input may have: the declared one alone, or those of names and weights."""
+    if declared is not None:
+        return [declared]
+    named = size_of(module, "width")
+    sizes = [size for each in module.parameters() if each.ndim >= 2 for size in each.shape[:0:-1]]
+    first = [each.shape[0] for each in module.parameters() if each.ndim >= 2]
+    return list(dict.fromkeys([*([named] if named else []), *sizes, *first]))[:MOST_WIDTHS]
+
+
 def softcap_of(module: nn.Module) -> float | None:
     """The bound of the scores, by an attribute that is called so."""
-    for name, value in vars(module.inner if isinstance(module, Adapter) else module).items():
+    for name, value in vars(inner_of(module)).items():
         if re.search("soft_?cap|logits?_cap", name) and type(value) in (int, float) and value > 0:
             return float(value)
     return None
@@ -144,7 +155,7 @@ class ModuleCall:
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
-        required = is_required(forward_of(self.module), self.context)
+        required = is_required(self.module, self.context)
         if context is None and (required or not self.alone):
             context = x  # it must be given another sequence: here, its own
         if raw is not None:
@@ -171,12 +182,7 @@ class ModuleCall:
 
     def requires_a_mask(self) -> bool:
         """Whether its mask argument has no default."""
-        return is_required(forward_of(self.module), self.form.argument)
-
-
-def forward_of(module: Any) -> Any:
-    """The function whose arguments are those of a call."""
-    return getattr(module, "forward", module)
+        return is_required(self.module, self.form.argument)
 
 
 CONTEXT_WORDS = ("context", "encoder", "memory", "cross", "source", "key_value", "condition")
@@ -205,7 +211,7 @@ def inputs_of(module: Any) -> Inputs:
     """
     arguments = {
         name: each
-        for name, each in parameters_of(forward_of(module)).items()
+        for name, each in parameters_of(module).items()
         if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     }
     names = list(arguments)
@@ -223,24 +229,23 @@ def _letter(name: str) -> str:
 
 def _is_context(name: str, argument: inspect.Parameter) -> bool:
     """Whether an argument is another sequence: by its name, or because it must be given."""
-    lower = name.lower()
-    if any(word in lower for word in NO_CONTEXT):
+    if any(word in name.lower() for word in NO_CONTEXT):
         return False
-    named = lower in CONTEXT_NAMES or any(word in lower for word in CONTEXT_WORDS)
+    named = _names_context(name.lower())
     plain = argument.annotation in (argument.empty, Tensor, "Tensor", "torch.Tensor")
     return named or (argument.default is argument.empty and plain)
 
 
 def masks_of(module: Any) -> list[str]:
     """Arguments of its forward that may be a mask of its own tokens, if it has such."""
-    names = mask_arguments(forward_of(module))
+    names = mask_arguments(module)
     own = [name for name in names if not _of_context(name)]
     return own or names
 
 
 def context_mask_of(module: Any) -> str:
     """The argument that masks another sequence, beside a mask of its own tokens; or ""."""
-    names = mask_arguments(forward_of(module))
+    names = mask_arguments(module)
     other = [name for name in names if _of_context(name)]
     return other[0] if other and len(other) < len(names) else ""
 
@@ -253,5 +258,8 @@ def _of_context(mask: str) -> bool:
         ...  if not _of_context(name)]
         ['mask']
     """
-    first = re.sub(r"_?(attn|attention)?_?(padding_)?mask$", "", mask.lower())
-    return first in CONTEXT_NAMES or any(word in first for word in CONTEXT_WORDS)
+    return _names_context(re.sub(r"_?(attn|attention)?_?(padding_)?mask$", "", mask.lower()))
+
+
+def _names_context(name: str) -> bool:
+    return name in CONTEXT_NAMES or any(word in name for word in CONTEXT_WORDS)

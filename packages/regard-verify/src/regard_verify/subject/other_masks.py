@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,19 +42,15 @@ def argument_forms(subject: Subject) -> dict[str, MaskForm | None]:
         tried += forms([name], Conventions())
         hidden = getattr(getattr(call, "module", None), "hidden", "-inf")
         tried = [form._replace(hidden=hidden) for form in tried]
-        found[name] = next((form for form in tried if _hides(subject, form)), None)
+        found[name] = None
+        for form in tried:
+            trial, other = Trial("other masks"), with_form(subject, form, {})
+            with suppress(SubjectError):
+                layer = other.layer if isinstance(other.layer, ModuleCall) else None
+                if hides_in_output(layer, other, trial) if layer else hides_one_key(other, trial):
+                    found[name] = form
+                    break
     return found
-
-
-def _hides(subject: Subject, form: MaskForm) -> bool:
-    """Whether a mask in this form hides key 1 and nothing else."""
-    trial, other = Trial("other masks"), with_form(subject, form, {})
-    try:
-        if isinstance(other.layer, ModuleCall):
-            return hides_in_output(other.layer, other, trial)
-        return hides_one_key(other, trial)
-    except SubjectError:
-        return False
 
 
 def hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
@@ -88,16 +85,12 @@ def causal_works(subject: Subject) -> bool:
     """Whether a module's causal argument, given alone, hides later keys and nothing else."""
     if subject.layer is None or not subject.has.causal or subject.conventions.causal:
         return False
+    x = subject.tokens(1, TOKENS, Trial("causal"))
     try:
-        depends = _dependence(subject, causal=True)
+        depends = read_dependence(partial(subject.run_layer, causal=True), x)
     except SubjectError:
         return False
     return torch.equal(depends, pattern(TOKENS, TOKENS, causal=True))
-
-
-def _dependence(subject: Subject, **options: Any) -> Tensor:
-    x = subject.tokens(1, TOKENS, Trial("causal"))
-    return read_dependence(partial(subject.run_layer, **options), x)
 
 
 def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:

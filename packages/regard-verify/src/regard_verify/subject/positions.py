@@ -15,6 +15,7 @@ from regard_verify.subject.adapters import Adapter, is_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import mask_arguments
+from regard_verify.subject.modules import widths_of
 from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import SubjectError, called, output_of
 
@@ -94,7 +95,9 @@ class Positioned(Adapter):
         """Its arguments for positions, by name."""
         batch, length = x.shape[:2]
         ids = torch.arange(past, past + length)[None].expand(batch, -1)
-        tables = self._tables(ids, x.dtype) if self.makes_tables else None
+        tables = self.makes_tables(ids, x.dtype) if self.makes_tables else None
+        if isinstance(tables, tuple):
+            tables = tuple(each.to(x.dtype) for each in tables)
         given: dict[str, Any] = {}
         for name in self.names:
             if name in STARTS:
@@ -105,11 +108,6 @@ class Positioned(Adapter):
                 at = 0 if name in COSINES else 1 if name in SINES else None
                 given[name] = tables if at is None else tables[at]
         return given
-
-    def _tables(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        assert self.makes_tables is not None
-        found = self.makes_tables(ids, dtype)
-        return found if isinstance(found, Tensor) else tuple(each.to(dtype) for each in found)
 
 
 def positioned(module: nn.Module, own: Conventions) -> nn.Module:
@@ -153,7 +151,12 @@ def _ways(module: Any, names: Sequence[str], own: Conventions) -> Iterator[Table
     if all(name in (*STARTS, *IDS) for name in names):
         yield None
         return
-    dims = _dims(module, own)
+    held = [own.head_dim] if own.head_dim else []
+    for holder in (module, getattr(module, "config", None)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if role_of(name) == "head width" and type(value) is int:
+                held.append(value)
+    dims = dict.fromkeys([*held, *WIDTHS])  # of a head: those that it names come first
     if any(name in COMPLEX for name in names):
         yield from (Angles(dim, shape) for dim in dims for shape in ("complex", "stacked"))
     for dim in dims:
@@ -161,33 +164,20 @@ def _ways(module: Any, names: Sequence[str], own: Conventions) -> Iterator[Table
             yield from (Angles(dim, shape, width) for shape in SHAPES)
 
 
-def _dims(module: Any, own: Conventions) -> list[int]:
-    """Widths of a head that are likely, those first that the module or its configuration holds."""
-    held = [own.head_dim] if own.head_dim else []
-    for holder in (module, getattr(module, "config", None)):
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if role_of(name) == "head width" and type(value) is int:
-                held.append(value)
-    return list(dict.fromkeys([*held, *WIDTHS]))
-
-
 def _failure(module: Any, own: Conventions) -> str:
-    """Why a call on x of two sizes fails; "" if it does not."""
+    """Why calls on x of two sizes fail, in the likeliest width; "" if they do not."""
     names = required_of(module)
     masks = [name for name in mask_arguments(module) if name in names]
-    width = own.width or _width(module)
-    for batch, length in ((3, 7), (2, 3)):
-        x = torch.randn(batch, length, width)
+    given, failures = {**dict.fromkeys(masks), **own.options}, []
+    for width in widths_of(module, own.width) or [32]:
         try:
-            with torch.no_grad():
-                given = {**dict.fromkeys(masks), **own.options}
-                out = output_of(called(module, x, **given), x.numel())
+            for batch, length in ((3, 7), (2, 3)):
+                x = torch.randn(batch, length, width)
+                with torch.no_grad():
+                    out = output_of(called(module, x, **given), x.numel())
+                if tuple(out.shape[:2]) != (batch, length):
+                    raise SubjectError(f"from {list(x.shape)} it returned shape {list(out.shape)}")
+            return ""
         except SubjectError as error:
-            return str(error)
-        if tuple(out.shape[:2]) != (batch, length):
-            return f"from {list(x.shape)} it returned shape {list(out.shape)}"
-    return ""
-
-
-def _width(module: nn.Module) -> int:
-    return next((int(p.shape[1]) for p in module.parameters() if p.ndim == 2), 32)
+            failures.append(str(error))
+    return failures[0]

@@ -14,7 +14,7 @@ import torch
 from regard_verify.blame import line_of, with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
-from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.conventions import pattern_length, probe_length
 from regard_verify.subject.functions import (
     LAYOUTS,
     ONE_HEAD,
@@ -36,7 +36,6 @@ from regard_verify.subject.subject import Subject, SubjectError, output_of
 from regard_verify.visibility import nearest_pattern
 
 MULTIPLES = (None, 2, 3, 4, 8, 16, 32, 64, 128)  # of which lengths may have to be multiples
-LENGTH = 12  # tokens of a probe: enough to tell patterns apart, three blocks of 4 among them
 
 
 def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -> None:
@@ -45,7 +44,9 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     names = options_of(target, own)
     call = _first_call(target, subject, names, trial)
     layout, returns = call.layout, call.returns
-    own = call.own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
+    default = parameters_of(target)[names["scale"]].default if "scale" in names else None
+    scale = default if type(default) is float and default > 0 else None
+    own = call.own.found(layout=layout, returns=returns, scale=scale)
     call = replace(call, own=own)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
     subject.conventions = own
@@ -56,10 +57,15 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     has.softcap, has.bias, has.weights = "softcap" in names, "bias" in names, "weights" in names
     subject.inferred["layout"] = layout if layout == returns else f"{layout}, returns {returns}"
     subject.attend = call
-    has.dropout = _takes_dropout(call, subject, trial)
+    few = Sizes(1, 1, 1, 3, 3, 2, 2)
+    has.dropout = "dropout" in names and not _refusal(subject, few, trial, dropout=0.5)
     _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
-    has.window = has.window and _takes_windows(subject, trial)
+    has.window &= not subject.conventions.block  # blocks have sizes of another kind
+    four = Sizes(1, 1, 1, 4, 4, 4, 4)
+    if has.window and (reason := _refusal(subject, four, trial, window=2)):
+        has.window = False
+        subject.notes.append(f"A window is refused: {reason}.")
     form = _probe_mask(subject, _mask_names(own.mask, target), trial)
     if form is not None:
         subject.attend = replace(call, own=subject.conventions, form=form)
@@ -68,22 +74,13 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     probe_scores(subject, trial)
 
 
-def _default_scale(target: Any, names: dict[str, str]) -> float | None:
-    """The scale that its signature declares, as in `scale=1.0`."""
-    parameter = parameters_of(target).get(names.get("scale", ""))
-    given = parameter is not None and type(parameter.default) is float and parameter.default > 0
-    return float(parameter.default) if parameter is not None and given else None
-
-
-def _takes_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> bool:
-    """Whether its dropout argument takes a probability."""
-    if "dropout" not in call.names:
-        return False
+def _refusal(subject: Subject, sizes: Sizes, trial: Trial, **options: Any) -> str:
+    """Why a call on inputs of these sizes, with these options, is refused; "" if it is not."""
     try:
-        call(*subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial), dropout=0.5)
-    except SubjectError:
-        return False
-    return True
+        subject.run(*subject.inputs(subject.fit(sizes), trial), **options)
+    except SubjectError as error:
+        return str(error)
+    return ""
 
 
 def _mask_names(declared: str | None, target: Any) -> list[str]:
@@ -139,19 +136,10 @@ def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> Subj
     """
     error = SubjectError(text)
     error.__cause__, error.line = errors[0].__cause__, line_of(errors[0])
-    of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
+    causes = [each.__cause__ for each in errors if not isinstance(each.__cause__, RecursionError)]
+    of_shapes = any(isinstance(cause, RuntimeError) for cause in causes)  # of einops, too
     error.crashes = declared is not None or not of_shapes
     return error
-
-
-def tried_length(own: Conventions) -> int:
-    """A length that shows whether all multiples are taken; no other multiple divides it."""
-    return 11 * own.multiple if own.multiple else 3
-
-
-def pattern_length(own: Conventions) -> int:
-    """A length that shows which keys are visible: three blocks, if they are as long as that."""
-    return max(LENGTH, 3 * (own.multiple or 1))
 
 
 def say_multiple(subject: Subject) -> None:
@@ -186,7 +174,7 @@ def _returns(call: FunctionCall, trial: Trial) -> str:
 def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
     """These sizes, with the heads and lengths that the layout and the function allow."""
     if call.own.multiple:
-        sizes = sizes._replace(L=tried_length(call.own), S=tried_length(call.own))
+        sizes = sizes._replace(L=probe_length(call.own), S=probe_length(call.own))
     if call.layout in ONE_HEAD:
         return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
     return sizes
@@ -208,40 +196,20 @@ def _heads_are_apart(call: FunctionCall, trial: Trial) -> bool:
 
 def _probe_sizes(subject: Subject, trial: Trial) -> None:
     """Whether it accepts fewer key heads, values of other width, other numbers of keys."""
-
-    def accepts(sizes: Sizes) -> bool:
-        try:
-            subject.run(*subject.inputs(subject.fit(sizes), trial))
-        except SubjectError:
-            return False
-        return True
-
     has = subject.has
     if not subject.fixed:
         has.gqa = True  # or `fit` would change the sizes
-        has.gqa = accepts(Sizes(2, 6, 2, 5, 5, 4, 4))
-    has.even_width = not accepts(Sizes(2, 2, 2, 5, 5, 1, 1))
+        has.gqa = not _refusal(subject, Sizes(2, 6, 2, 5, 5, 4, 4), trial)
+    has.even_width = bool(_refusal(subject, Sizes(2, 2, 2, 5, 5, 1, 1), trial))
     has.wide = True
-    has.wide = accepts(Sizes(2, 2, 2, 5, 5, 4, 3))
+    has.wide = not _refusal(subject, Sizes(2, 2, 2, 5, 5, 4, 3), trial)
     has.cross = True
-    has.cross = accepts(Sizes(2, 2, 2, 3, 5, 4, 4))
+    has.cross = not _refusal(subject, Sizes(2, 2, 2, 3, 5, 4, 4), trial)
     heads = subject.fixed.get("H", 2)
     has.several_heads = heads > 1
     has.gqa |= subject.fixed.get("G", heads) != heads
     if heads == 1:
         subject.notes.append("It has one head: laws of several heads do not apply.")
-
-
-def _takes_windows(subject: Subject, trial: Trial) -> bool:
-    """Whether a window can be given beside its own pattern; blocks have sizes of another kind."""
-    if subject.conventions.block:
-        return False
-    try:
-        subject.run(*subject.inputs(subject.fit(Sizes(1, 1, 1, 4, 4, 4, 4)), trial), window=2)
-    except SubjectError as error:
-        subject.notes.append(f"A window is refused: {error}.")
-        return False
-    return True
 
 
 def probe_pattern(subject: Subject, trial: Trial) -> None:

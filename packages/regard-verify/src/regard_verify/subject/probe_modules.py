@@ -10,7 +10,7 @@ from torch import nn
 from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.subject.adapters import Adapter, TransformersModel
-from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.conventions import Conventions, pattern_length, probe_length
 from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard_verify.subject.modules import (
     ModuleCall,
@@ -19,19 +19,18 @@ from regard_verify.subject.modules import (
     masks_of,
     size_of,
     softcap_of,
+    widths_of,
 )
 from regard_verify.subject.other_masks import causal_works, hides_in_output
 from regard_verify.subject.probe_functions import (
     MULTIPLES,
     choose_form,
     hides_one_key,
-    pattern_length,
     probe_alignment,
     probe_pattern,
     refusal,
     say_multiple,
     summary,
-    tried_length,
 )
 from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.reach import ProjectedHeads, reach, reach_by_layout
@@ -39,7 +38,6 @@ from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 
 UNREACHED = "Its queries, keys and values were not found in it: only laws of whole layers apply."
-MOST_WIDTHS = 6  # that are tried where nothing names the width
 OPTIONS = {  # by ability, the usual names of the argument
     "weights": ("need_weights", "output_attentions", "return_weights", "return_attention"),
     "causal": ("is_causal", "causal"),
@@ -55,7 +53,12 @@ def probe_module(module: nn.Module, subject: Subject, trial: Trial) -> None:
     call = _first_call(module, subject, trial)
     subject.layer = call
     subject.has.layer = subject.has.module = True
-    _pattern_of_layer(subject, trial)
+    own = subject.conventions
+    if own.causal is None or own.window is None:
+        x = subject.tokens(1, pattern_length(own), trial)
+        visible = read_dependence(subject.run_layer, x)
+        pattern, subject.inferred["attends to"] = nearest_pattern(visible, diagonal=False)
+        subject.conventions = own.found(**pattern)
     heads = _heads(call, subject, declared, trial)
     if heads is None and (own := subject.conventions).block and not own.multiple:
         subject.conventions = own.found(multiple=own.block)  # no block in it is padded
@@ -85,7 +88,7 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
     """
     declared, refusals = subject.conventions, []
     multiples = [declared.multiple] if declared.multiple else MULTIPLES
-    for multiple, width in product(multiples, _widths(module, declared.width)):
+    for multiple, width in product(multiples, widths_of(module, declared.width)):
         subject.conventions = declared.found(width=width, multiple=multiple)
         try:
             call = _layout(_call(module, subject), subject, trial, declared.width)
@@ -97,16 +100,6 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
     if refusals:
         raise refusals[0]
     raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
-
-
-def _widths(module: nn.Module, declared: int | None) -> list[int]:
-    """Widths that its input may have: the declared one alone, or those of names and weights."""
-    if declared is not None:
-        return [declared]
-    named = size_of(module, "width")
-    sizes = [size for each in module.parameters() if each.ndim >= 2 for size in each.shape[:0:-1]]
-    first = [each.shape[0] for each in module.parameters() if each.ndim >= 2]
-    return list(dict.fromkeys([*([named] if named else []), *sizes, *first]))[:MOST_WIDTHS]
 
 
 def _call(module: nn.Module, subject: Subject) -> ModuleCall:
@@ -135,7 +128,7 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial, given: int | None)
         for tried in _first_forms(call, subject):
             found = replace(tried, layout=layout)
             try:
-                x = trial.randn(2, tried_length(subject.conventions), width)
+                x = trial.randn(2, probe_length(subject.conventions), width)
                 with torch.no_grad():
                     base = found(x)
                     other = x.clone()
@@ -174,15 +167,6 @@ def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
     made = [replace(call, form=form) for form in forms(names, subject.conventions)]
     own = replace(call.own, options={**call.own.options, call.form.argument: None})
     return [replace(call, own=own, form=MaskForm("")), *made]
-
-
-def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
-    own = subject.conventions
-    if own.causal is not None and own.window is not None:
-        return
-    depends = read_dependence(subject.run_layer, subject.tokens(1, pattern_length(own), trial))
-    pattern, subject.inferred["attends to"] = nearest_pattern(depends, diagonal=False)
-    subject.conventions = own.found(**pattern)
 
 
 def _mask_of_layer(

@@ -149,9 +149,11 @@ def _probe_signs(subject: Subject, trial: Trial) -> None:
 def _is_unscaled(subject: Subject, trial: Trial) -> bool:
     """Whether a module normalises queries and keys, and their scores have no scale."""
     q, k, v = subject.inputs(subject.fit(Sizes(1, 2, 2, 5, 5, 8, 8)), trial)
-    attend = subject.attend
-    if not (isinstance(attend, ProjectedHeads) and attend.normalizes(q, k, v)):
+    if not isinstance(subject.attend, ProjectedHeads):
         return False
+    one, other = (subject.run(n * q, n * k, v, bare=False) for n in (1.0, 3.0))
+    if not torch.allclose(one, other, atol=1e-3):
+        return False  # three times larger queries and keys change the output
     return worst(subject.run(q, k, v), subject.expected(q, k, v, scale=1.0).out)[1] < 1e-4
 
 

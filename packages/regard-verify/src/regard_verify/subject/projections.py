@@ -6,8 +6,11 @@ projections before attention are replaced by chosen values, and the run ends at 
 first projection after it. So attention is called by itself, in a module of any layout.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -81,14 +84,10 @@ class Products(TorchFunctionMode):
             with self, patch.object(F, "has_torch_function", lambda tensors: False):
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and tensors and all(roots):
+        if tensors and all(roots):
             root = roots[0]
             assert root is not None
-            self.weights[id(out)] = (out, root)
-        elif isinstance(out, (tuple, list)) and tensors and all(roots):
-            root = roots[0]
-            assert root is not None
-            self.weights.update({id(x): (x, root) for x in out if isinstance(x, Tensor)})
+            self.weights.update({id(x): (x, root) for x in _flat([out]) if isinstance(x, Tensor)})
         return out
 
     def _root(self, x: Tensor) -> int | None:
@@ -146,7 +145,7 @@ class Place:
     @property
     def channels(self) -> int:
         """The product of the constant sizes."""
-        return int(torch.tensor([1, *self._constants()]).prod())
+        return math.prod(self._constants())
 
     @property
     def tokens(self) -> str:
@@ -259,8 +258,9 @@ class Attention:
         batch = values[0].shape[0]
         lengths = {place.tokens: x.shape[1] for place, x in zip(self.sources, values, strict=True)}
         length = lengths.get("L", lengths.get("S", 1))
-        zeros = tokens_for(self.call, batch, length, lengths.get("S", length), values[0].dtype)
-        inputs = dict(given or zeros)
+        make = partial(torch.zeros, dtype=values[0].dtype)
+        sizes = {"B": batch, "L": length, "S": lengths.get("S", length)}
+        inputs = dict(given or tokens_for(self.call, sizes, make))
         instead = {
             place.key: place.laid_out(x).contiguous()  # as a product gives it, for views of it
             for place, x in zip(self.sources, values, strict=True)
@@ -280,36 +280,37 @@ class Attention:
         """The number of channels of each source."""
         return [place.channels for place in self.sources]
 
+    def channels_by_source(self) -> Iterator[tuple[Place, range]]:
+        """Each source with its channels, which are numbered over all sources."""
+        first = 0
+        for place in self.sources:
+            yield place, range(first, first + place.channels)
+            first += place.channels
+
 
 def tokens_for(
-    call: Any, batch: int, length: int, other: int, dtype: torch.dtype
+    call: Any, sizes: Mapping[str, int], make: Callable[[int, int, int], Tensor]
 ) -> dict[str, Any]:
-    """Inputs of zeros: x [B, L, E], and the other sequence [B, S, E] where there is one."""
+    """Inputs that `make` makes: x [B, L, E], and the other sequence [B, S, E] if there is one."""
     width = call.own.width or 1
-    given: dict[str, Any] = {"x": torch.zeros(batch, length, width, dtype=dtype)}
+    given: dict[str, Any] = {"x": make(sizes["B"], sizes["L"], width)}
     if call.inputs == 3:
-        given["others"] = tuple(torch.zeros(batch, other, width, dtype=dtype) for _ in "kv")
+        given["others"] = tuple(make(sizes["B"], sizes["S"], width) for _ in "kv")
     elif call.context:
-        given["context"] = torch.zeros(batch, other, width, dtype=dtype)
+        given["context"] = make(sizes["B"], sizes["S"], width)
     return given
 
 
-class bare_norms:
+@contextmanager
+def bare_norms(module: nn.Module, active: bool = True) -> Iterator[None]:
     """A context in which submodules called norms return what they are given."""
-
-    def __init__(self, module: nn.Module, active: bool = True) -> None:
-        self.module, self.active = module, active
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        if not self.active:
-            return
-        for name, each in self.module.named_modules():
-            words = f"{name.rpartition('.')[2]} {type(each).__name__}".lower()
-            if name and "norm" in words and not list(each.children()):  # no block with a norm in it
-                hook = each.register_forward_hook(lambda norm, given, out: given[0])
-                self.handles.append(hook)
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
+    handles = []
+    for name, each in module.named_modules() if active else ():
+        words = f"{name.rpartition('.')[2]} {type(each).__name__}".lower()
+        if name and "norm" in words and not list(each.children()):  # no block with a norm in it
+            handles.append(each.register_forward_hook(lambda norm, given, out: given[0]))
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()

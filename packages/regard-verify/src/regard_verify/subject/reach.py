@@ -6,14 +6,14 @@ by channel, gives what it gave by itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard_verify.law import Trial
-from regard_verify.subject.channels import LENGTH, Roles, Run, changes, find_roles
+from regard_verify.subject.channels import LENGTH, Roles, changes, find_roles
 from regard_verify.subject.layouts import natural_roles
 from regard_verify.subject.projections import (
     Attention,
@@ -21,6 +21,7 @@ from regard_verify.subject.projections import (
     Product,
     Products,
     placed,
+    tokens_for,
 )
 from regard_verify.subject.subject import SubjectError
 
@@ -33,16 +34,11 @@ class ProjectedHeads:
         attention: the module between its projections.
         roles: what each channel is.
         known: conventions that were found together with the roles.
-        pools: for each source, the place of its channels in the pool of all values.
     """
 
     attention: Attention
     roles: Roles
     known: dict[str, Any] = field(default_factory=dict)
-    pools: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pools = self._indices()
 
     @property
     def call(self) -> Any:
@@ -67,10 +63,9 @@ class ProjectedHeads:
         names = {id(x): name for name, x in self.call.module.named_parameters()}
         parts = {"q": self.roles.queries, "k": self.roles.keys, "v": self.roles.values}
         letters = {c: letter for letter, part in parts.items() for head in part for c in head}
-        found, first = {}, 0
-        for place in self.attention.sources:
-            made = {letters.get(first + at) for at in range(place.channels)}
-            first += place.channels
+        found = {}
+        for place, channels in self.attention.channels_by_source():
+            made = {letters.get(channel) for channel in channels}
             if len(made) == 1 and None not in made and place.key[0] in names:
                 found[names[place.key[0]]] = str(made.pop())
         return found
@@ -78,11 +73,11 @@ class ProjectedHeads:
     def copied_queries(self) -> str:
         """The parameter that makes the queries of several heads, each time anew; or ""."""
         queries = {c for head in self.roles.queries for c in head}
-        first, makers = 0, []
-        for place in self.attention.sources:
-            if queries & set(range(first, first + place.channels)):
-                makers.append(place.key[0])
-            first += place.channels
+        makers = [
+            place.key[0]
+            for place, channels in self.attention.channels_by_source()
+            if queries.intersection(channels)
+        ]
         names = {id(x): name for name, x in self.call.module.named_parameters()}
         return next((names.get(each, "?") for each in makers if makers.count(each) > 1), "")
 
@@ -93,7 +88,8 @@ class ProjectedHeads:
             return None
         return replace(self, roles=replace(self.roles, queries=queries, keys=[keys]))
 
-    def _indices(self) -> list[Tensor]:
+    @cached_property
+    def pools(self) -> list[Tensor]:
         """For each source, where each of its channels is in the pool of q, k, v, 0 and open."""
         heads, groups, dim, width = self.roles.sizes
         values = len(self.roles.values) * width
@@ -106,16 +102,19 @@ class ProjectedHeads:
         place = dict.fromkeys(self.roles.gates, zero + 1)
         for start, channels in zip(starts, flat, strict=True):
             place.update({c: start + at for at, c in enumerate(channels)})
-        found, first = [], 0
-        for size in self.attention.channels():
-            found.append(torch.tensor([place.get(first + at, zero) for at in range(size)]))
-            first += size
-        return found
+        return [
+            torch.tensor([place.get(channel, zero) for channel in channels])
+            for _, channels in self.attention.channels_by_source()
+        ]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
         heads, _, _, width = self.roles.sizes
-        self._refuse_other_dtypes(q.dtype)
+        dtypes = {x.dtype for x in self.call.module.parameters() if x.is_floating_point()}
+        if dtypes and q.dtype not in dtypes:  # products with weights, left out here, refuse it
+            raise SubjectError(
+                f"its weights are {dtypes.pop()}, and it is called in {q.dtype}"
+            ) from NotImplementedError("another dtype")
         if keys != length and not self.attention.cross:
             raise SubjectError("it takes as many keys as queries")
         parts = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
@@ -132,12 +131,6 @@ class ProjectedHeads:
         order = torch.tensor([c for head in self.roles.outputs for c in head])
         return merged[..., order].unflatten(-1, (heads, width)).transpose(1, 2)
 
-    def normalizes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether three times larger queries and keys give the same output: it normalises them."""
-        with torch.no_grad():
-            one, other = (self(n * q, n * k, v, bare=False) for n in (1.0, 3.0))
-        return bool(torch.allclose(one, other, atol=1e-3))
-
     def learned(self, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
         """The parameters that change the merged heads of chosen queries, keys and values.
 
@@ -151,14 +144,6 @@ class ProjectedHeads:
                 return []
             grads = torch.autograd.grad(out, list(named.values()), push, allow_unused=True)
         return [n for n, g in zip(named, grads, strict=True) if g is not None and bool(g.any())]
-
-    def _refuse_other_dtypes(self, dtype: torch.dtype) -> None:
-        """The products with weights are left out here, and would refuse another dtype."""
-        known = {x.dtype for x in self.call.module.parameters() if x.is_floating_point()}
-        if known and dtype not in known:
-            raise SubjectError(
-                f"its weights are {known.pop()}, and it is called in {dtype}"
-            ) from NotImplementedError("another dtype")
 
 
 def run_channels(attention: Attention, values: Tensor) -> Tensor:
@@ -204,7 +189,7 @@ def find_attention(call: Any, trial: Trial) -> Attention | None:
 
 
 def _between(call: Any, sizes: Sequence[dict[str, int]], trial: Trial) -> Attention | None:
-    runs = [recorded(call, _tokens(call, each, trial)) for each in sizes]
+    runs = [recorded(call, tokens_for(call, each, trial.randn)) for each in sizes]
     keys = [product.key for product in runs[0]]
     if not keys or keys != [product.key for product in runs[1]]:
         return None
@@ -239,7 +224,7 @@ def _tokens_first(call: Any, sizes: dict[str, int], trial: Trial) -> tuple[set[K
 
     There, a change of row 0 of the batch changes every second of two rows, not the first half.
     """
-    given = _tokens(call, sizes, trial)
+    given = tokens_for(call, sizes, trial.randn)
     other = {name: _moved(x, (0,)) for name, x in given.items()}
     outs: set[Key] = set()
     inputs: set[Key] = set()
@@ -251,16 +236,6 @@ def _tokens_first(call: Any, sizes: dict[str, int], trial: Trial) -> tuple[set[K
     return outs, inputs
 
 
-def _tokens(call: Any, sizes: dict[str, int], trial: Trial) -> dict[str, Any]:
-    width = call.own.width or 1
-    given: dict[str, Any] = {"x": trial.randn(sizes["B"], sizes["L"], width)}
-    if call.inputs == 3:
-        given["others"] = tuple(trial.randn(sizes["B"], sizes["S"], width) for _ in "kv")
-    elif call.context:
-        given["context"] = trial.randn(sizes["B"], sizes["S"], width)
-    return given
-
-
 def recorded(call: Any, given: dict[str, Any]) -> list[Product]:
     """The projections of one run."""
     with torch.no_grad(), Products() as products:
@@ -270,7 +245,7 @@ def recorded(call: Any, given: dict[str, Any]) -> list[Product]:
 
 def _after(call: Any, sizes: dict[str, int], keys: list[Key], trial: Trial) -> set[Key]:
     """Keys of the projections after attention: their input at a token depends on other tokens."""
-    given = _tokens(call, sizes, trial)
+    given = tokens_for(call, sizes, trial.randn)
     base = recorded(call, given)
     found: set[Key] = set()
     for token in (0, -1):
@@ -333,26 +308,22 @@ def reach_by_layout(call: Any, heads: int | None, trial: Trial) -> ProjectedHead
         return None
     if found is None:
         return None
-    shared = _shared_by_heads(run, parts, sum(attention.channels()), trial)
-    roles = replace(found.roles, other_keys=shared if found.roles.others else [])
+    roles = found.roles
+    rest = sorted(set(range(sum(attention.channels()))) - {c for part in parts for c in part})
+    if roles.others and rest:  # channels beside those of heads are keys that all heads share
+        moved = changes(run, trial.randn(LENGTH, sum(attention.channels())), rest, 1.0)
+        shared = [c for c, each in zip(rest, moved, strict=True) if bool(each.any())]
+        roles = replace(roles, other_keys=shared)
     known = {"causal": found.causal, "window": 0, "pairing": found.pairing}
     return ProjectedHeads(attention, roles, known)
 
 
-def _shared_by_heads(run: Run, parts: list[list[int]], channels: int, trial: Trial) -> list[int]:
-    """Channels that change the output beside those of `parts`: keys that all heads share."""
-    rest = sorted(set(range(channels)) - {c for part in parts for c in part})
-    found = changes(run, trial.randn(LENGTH, channels), rest, 1.0) if rest else ()
-    return [c for c, each in zip(rest, found, strict=True) if bool(each.any())]
-
-
 def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:
     """The channels of each projection, without those that only feed another projection."""
-    given = _tokens(attention.call, sizes_of(attention.call)[0], trial)
+    given = tokens_for(attention.call, sizes_of(attention.call)[0], trial.randn)
     base = {product.key: product.out for product in recorded(attention.call, given)}
-    found, first = [], 0
-    for place in attention.sources:
-        size = place.channels
+    found = []
+    for place, channels in attention.channels_by_source():
         with torch.no_grad(), Products({place.key: base[place.key] + 1.0}, rest=True) as products:
             attention.call.result(given["x"], **{n: x for n, x in given.items() if n != "x"})
         feeds = any(
@@ -361,24 +332,22 @@ def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:
             for product in products.found
         )
         if not feeds:
-            found.append(list(range(first, first + size)))
-        first += size
+            found.append(list(channels))
     return found
 
 
 def replays(attention: Attention, roles: Roles, trial: Trial) -> bool:
     """Whether channels with a role reproduce the module's own merged heads on new inputs."""
     call, sizes = attention.call, sizes_of(attention.call, cross=attention.cross)[1]
-    given = _tokens(call, sizes, trial)
+    given = tokens_for(call, sizes, trial.randn)
     own = recorded(call, given)
     by_key = {product.key: product for product in own}
-    known = _with_a_role(attention, roles)
-    values, first = [], 0
-    for place in attention.sources:
+    parts = (*roles.queries, *roles.keys, *roles.values, roles.gates, roles.left_out)
+    known = {c for part in parts for c in part}
+    values = []
+    for place, channels in attention.channels_by_source():
         x = place.read(by_key[place.key].out, sizes["B"], sizes[place.tokens])
-        keep = known[first : first + x.shape[-1]]
-        values.append(torch.where(keep, x, 0.0))
-        first += x.shape[-1]
+        values.append(torch.where(torch.tensor([c in known for c in channels]), x, 0.0))
     with torch.no_grad():
         got = attention(values, bare=False, given=given)
         if attention.sink is None:
@@ -387,11 +356,3 @@ def replays(attention: Attention, roles: Roles, trial: Trial) -> bool:
             merged = by_key[attention.sink.key].given
             right = attention.sink.read(merged, sizes["B"], sizes[attention.sink.tokens])
     return bool((got - right).abs().max() <= CLOSE * (1 + right.abs().max()))
-
-
-def _with_a_role(attention: Attention, roles: Roles) -> Tensor:
-    """Channels that enter attention: those that were found, and query and key pairs left out."""
-    known = torch.zeros(sum(attention.channels()), dtype=torch.bool)
-    parts = (*roles.queries, *roles.keys, *roles.values, roles.gates, roles.left_out)
-    known[[c for part in parts for c in part]] = True
-    return known

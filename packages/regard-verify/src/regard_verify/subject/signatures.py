@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import typing
 from typing import Any
 
 from torch import nn
@@ -60,3 +61,26 @@ def required_of(target: Any) -> list[str]:
 def is_required(target: Any, name: str) -> bool:
     """Whether a callable has an argument of this name without a default."""
     return name in required_of(target)
+
+
+def annotations_of(made_by: Any) -> dict[str, Any]:
+    """The types of its arguments by name, as far as they can be resolved."""
+    target: Any = made_by
+    target = target.__init__ if isinstance(made_by, type) else target
+    try:
+        return typing.get_type_hints(target)
+    except Exception:  # a name that does not exist: the annotations stay text
+        return dict(getattr(target, "__annotations__", {}))
+
+
+def arguments_of(made_by: Any) -> dict[str, inspect.Parameter]:
+    """Its arguments; those of the class it is derived from, where it hands on all of them."""
+    found = parameters_of(made_by)
+    hands_on = found and all(
+        each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in found.values()
+    )
+    if hands_on and isinstance(made_by, type):
+        for base in made_by.__mro__[1:]:
+            if "__init__" in vars(base) and base not in (object, nn.Module):
+                return parameters_of(base)
+    return found

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -258,12 +258,6 @@ class Subject:
         call: Any = copy.copy(self.layer)
         call.module = module
         return call
-
-    def attend_of(self, target: Any) -> Attend:
-        """`attend` of a function, with another function or module of the same kind in it."""
-        call: Any = copy.copy(self.attend)
-        call.target = target
-        return cast(Attend, call)
 
     def read_weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """The attention weights [B, H, L, S] of a call, measured from outside."""

@@ -4,29 +4,26 @@ import copy
 import inspect
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from regard_verify.law import Trial
-from regard_verify.subject.adapters import Adapter, adapted, model_folder
+from regard_verify.subject.adapters import Adapter, adapted
 from regard_verify.subject.caches import update_of
 from regard_verify.subject.construct import Built, build
 from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard_verify.subject.decoding import find_stepper
-from regard_verify.subject.functions import OfModule, takes_module
+from regard_verify.subject.functions import OfModule, OnPages, takes_module
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import (
     find,
     named_beside,
-    require_model,
     scaled_dot_product_attention,
     takes_heads,
 )
 from regard_verify.subject.modules import set_dropout
-from regard_verify.subject.pages import OnPages
 from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
@@ -42,7 +39,7 @@ def understand(
     """The subject behind a name or an object: found, built, called, and its conventions probed.
 
     Args:
-        target: `PATH:NAME`, a dotted name, a folder with a model, or the object itself.
+        target: `PATH:NAME`, `package.module:NAME`, or the object itself.
         own: what is declared.
         seed: of the random inputs.
         name: of the subject in the report.
@@ -58,9 +55,6 @@ def understand(
     """
     own = Conventions() if own is None else own
     trial = Trial("probe", seed=seed)
-    if isinstance(target, str) and Path(target).is_dir():
-        require_model(Path(target))
-        return _module(model_folder(Path(target)), own, name or target, None, trial)
     beside = None
     if isinstance(target, str):
         name = name or target
@@ -107,7 +101,10 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
         return _from_class(target, own, name, beside, trial)
     if not callable(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
-    if own.kind not in ("function", "paged") and _is_factory(target):
+    taken = parameters_of(target).values()
+    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or takes_heads(target)
+    builds = inspect.isroutine(target) and not by_place and not required_of(target)
+    if builds and own.kind not in ("function", "paged"):
         built = build(target, own)
         subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
         _remember(subject, built, target, own)
@@ -213,10 +210,3 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
     probe_module(module, subject, trial)
     find_stepper(subject, beside, trial)
     return subject
-
-
-def _is_factory(target: Any) -> bool:
-    """Whether it is a function without required arguments that may build a subject."""
-    taken = parameters_of(target).values()
-    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or takes_heads(target)
-    return bool(inspect.isroutine(target)) and not by_place and not required_of(target)

@@ -31,8 +31,8 @@ from transformers import (
 
 import regard.hf
 from regard import KVCache
-from regard.compare import Runner
 from regard.hf import attention_modules, attention_of
+from regard.hf.running.binding import all_bound, calling
 
 ROUNDS = 15
 STEPS = 24  # tokens of a text of `--generate`
@@ -116,13 +116,18 @@ def caches(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def native(model: Any, context: int) -> Callable[[], Any]:
-    """A decoding step with layers of regard in the model's place, as `regard compare` runs them."""
-    layers = [attention_of(module) for module in attention_modules(model).values()]
-    runner = Runner(model, layers, cache=KVCache)
-    tokens = prompt(context)
+    """A decoding step with layers of regard in the model's place."""
+    modules = attention_modules(model).values()
+    layers = [calling(partial(attention_of(module), cache=KVCache())) for module in modules]
+    forwards, tokens = list(zip(modules, layers, strict=True)), prompt(context)
+
+    def read(chunk: Tensor) -> Any:
+        with all_bound(forwards):
+            return model(chunk, use_cache=False, logits_to_keep=1)
+
     for chunk in tokens.split(1024, dim=1):
-        runner.hidden(chunk)
-    return lambda: runner.step(tokens[:, :1])
+        read(chunk)
+    return lambda: read(tokens[:, :1])
 
 
 def prompt(context: int) -> Tensor:

@@ -2,13 +2,16 @@
 
     python benchmarks/whole_model.py                       SmolLM2-135M after 128 and 4,096 tokens
     python benchmarks/whole_model.py --contexts 1024 --formats F32 Q8_0
+    python benchmarks/whole_model.py --formats F32 --dtypes float32 --caches f16 q8_0 q4_0
     python benchmarks/whole_model.py --tiny                a few tokens, to test this
 
 Every contestant continues the same text by the same number of tokens, greedily, from a cache that
 holds the text; the figure is the milliseconds of one token. The weights are the same numbers: those
 of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0 rounds them
 further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the request. Left
-unequal: it keeps keys in float16, its default, and the wheel is compiled for AVX2.
+unequal: it keeps keys in float16 by default, where regard has the dtype of the model, and the wheel
+is compiled for AVX2. Codes are read in llama.cpp by products of integers, for which the query is
+rounded to 8 bits too; regard multiplies float32.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from regard.hf.loading.default_model import MEMBER, PACKAGE
 ROOT = Path(__file__).parent.parent
 FORMATS = ("F32", "BF16", "Q8_0")  # of ggml
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BASE = "regard, float32"
+CACHES = ("f16", "q8_0", "q4_0")  # keys and values of llama.cpp
 
 
 class Written(NamedTuple):
@@ -90,13 +93,17 @@ def _copy_fields(reader: Any, writer: Any) -> None:
         writer.add_key_value(field.name, field.contents(), kind, inner[0] if inner else None)
 
 
-def by_llama(path: Path, tokens: list[int], new: int) -> Callable[[], Written]:
-    """llama.cpp, which keeps the text's keys between requests."""
+def by_llama(path: Path, cache: str, tokens: list[int], new: int) -> Callable[[], Written]:
+    """llama.cpp, which keeps the text's keys between requests; codes of values need its
+    FlashAttention."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.verbosity = len(tokens) + new + 16, 1, 0
+    kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
+    params.cache_type_k = params.cache_type_v = kind
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
     server = xllamacpp.Server(params)
     request = {"prompt": tokens, "n_predict": new, "temperature": 0.0, "ignore_eos": True}
@@ -131,7 +138,12 @@ def by_model(model: Any, cache: Any, tokens: list[int], new: int, tokenizer: Any
 
 
 def contestants(
-    models: dict[str, Any], tokenizer: Any, paths: dict[str, Path], tokens: list[int], new: int
+    models: dict[str, Any],
+    tokenizer: Any,
+    paths: dict[str, Path],
+    caches: list[str],
+    tokens: list[int],
+    new: int,
 ) -> dict[str, Callable[[], Written]]:
     """Everything that can write, each with the text in its cache."""
     from transformers import DynamicCache
@@ -142,28 +154,31 @@ def contestants(
         regard.hf.install(ours)
         each = {
             "regard": (ours, regard.hf.cache(ours)),
-            "regard, int8 keys": (ours, regard.hf.cache(ours, "quantized")),
+            "regard, int8 keys": (ours, regard.hf.cache(ours, "int8")),
+            "regard, int4 keys": (ours, regard.hf.cache(ours, "int4")),
             "transformers": (theirs, DynamicCache()),
         }
         for name, (model, cache) in each.items():
             runs[f"{name}, {dtype}"] = by_model(model, cache, tokens, new, tokenizer)
     for name, path in paths.items():
-        runs[f"llama.cpp, {name}"] = by_llama(path, tokens, new)
+        for cache in caches:
+            keys = "" if cache == CACHES[0] else f", {cache} keys"
+            runs[f"llama.cpp, {name}{keys}"] = by_llama(path, cache, tokens, new)
     return runs
 
 
-def measure(runs: dict[str, Callable[[], Written]], rounds: int) -> dict[str, Any]:
+def measure(runs: dict[str, Callable[[], Written]], base: str, rounds: int) -> dict[str, Any]:
     """Each in turn, in the opposite order every second round; the first turn is not timed."""
     texts = {name: run().text for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             times[name].append(runs[name]().seconds)
-    rows: dict[str, Any] = summary(times, BASE)
+    rows: dict[str, Any] = summary(times, base)
     for name, text in texts.items():
-        pairs = zip(text, texts[BASE], strict=False)
+        pairs = zip(text, texts[base], strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        rows[name]["same"] = same / max(1, len(texts[BASE]))  # from the beginning
+        rows[name]["same"] = same / max(1, len(texts[base]))  # from the beginning
         rows[name]["tokens_per_second"] = 1 / statistics.median(times[name])
     return rows
 
@@ -173,6 +188,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 4096])
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=["f16"], help="of llama.cpp")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=16, help="to write in a turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="keeps the files of llama.cpp for the next run")
@@ -181,9 +198,9 @@ def main() -> None:
     if options.tiny:
         options.contexts, options.tokens, options.rounds = [16], 3, 1
     introduce("numba", "transformers", "xllamacpp")
-    loaded = {name: regard.hf.smollm2(dtype=dtype) for name, dtype in DTYPES.items()}
+    loaded = {name: regard.hf.smollm2(dtype=DTYPES[name]) for name in options.dtypes}
     models = {name: model for name, (model, _) in loaded.items()}
-    tokenizer = loaded["float32"][1]
+    base, tokenizer = f"regard, {options.dtypes[0]}", loaded[options.dtypes[0]][1]
     pages = sorted((ROOT / "docs").glob("*.md"))
     tokens = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
     results = []
@@ -191,12 +208,13 @@ def main() -> None:
         wanted = options.formats if installed("xllamacpp") else []
         paths = convert(options.folder or Path(scratch), wanted) if wanted else {}
         for context in options.contexts:
-            runs = contestants(models, tokenizer, paths, tokens[:context], options.tokens)
-            rows = measure(runs, options.rounds)
+            given = tokens[:context], options.tokens
+            runs = contestants(models, tokenizer, paths, options.caches, *given)
+            rows = measure(runs, base, options.rounds)
             title = f"SmolLM2-135M after {context:,} tokens, {options.tokens} more"
-            card(title, rows, BASE)
+            card(title, rows, base)
             same = ", ".join(f"{name} {row['same']:.0%}" for name, row in rows.items())
-            print(f"  of the text, the same as {BASE}: {same}")
+            print(f"  of the text, the same as {base}: {same}")
             results.append({"case": title, "rows": rows})
     finish("whole_model", results)
 

@@ -169,7 +169,7 @@ def test_a_whole_model_writes_the_same_by_each():
     has = find_spec("xllamacpp") is not None
     assert ("llama.cpp, F32" in result["rows"]) == has
     for name, row in result["rows"].items():
-        assert row["same"] == 1 or "float32" not in name
+        assert row["same"] == 1 or "float32" not in name or "int4" in name
 
 
 @pytest.mark.long

@@ -105,11 +105,11 @@ def _run(layer: Any, cache: Any, x: Tensor) -> None:
 
     layer(x, cache=cache)
     layer(x[:, :1], cache=cache)
-    quantized = isinstance(cache, QuantizedCache)
-    streams = streams_with_room(cache) if quantized else cache.buffers
+    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
     codes = codes_of(streams)
     if codes is not None and isinstance(layer, Attention):
         heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
         q, k = (x.new_zeros(1, count, 1, width) for count in (heads, kv_heads))
         step = Plan.of(x.dtype, 1, heads, kv_heads, width, width, *codes)
-        step.run(q, k, k, *streams, length=cache.length, signed=False, scale=1.0)
+        keys, values = streams
+        step.run(q, k, k, keys, values, cache.length, signed=False, scale=1.0)

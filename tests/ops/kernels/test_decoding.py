@@ -61,7 +61,7 @@ class Kind(NamedTuple):
         yield "block", tile.block
 
 
-ROWS = {16: range(1, 7), 8: range(1, 3), 4: range(1, 7)}
+ROWS = {16: range(1, 7), 8: (1, 2, 4), 4: range(1, 7)}
 WIDTHS = [  # keys, values, joined: one vector, odd numbers of vectors, long loops, narrower values
     (16, 16, False), (64, 64, False), (96, 64, True), (80, 80, False), (192, 128, False),
     (32, 32, True), (48, 48, False), (128, 128, False), (96, 32, True), (256, 256, False),
@@ -72,7 +72,7 @@ EVERY = [
     Kind(lanes, rows, *widths, half, biased)
     for lanes, tiles in ROWS.items()
     for rows, widths, half, biased in itertools.product(tiles, WIDTHS, (False, True), (False, True))
-    if rows <= 4 or not half or widths[1] % (2 * lanes) == 0  # no wider tile is chosen for those
+    if rows <= (2 if lanes == 8 else 4) or not half or widths[1] % (2 * lanes) == 0  # as chosen
 ]
 
 

@@ -10,6 +10,7 @@ from regard.ops.kernels.tiles import (
     PACKED,
     RECORD,
     Decode,
+    Format,
     tile_for,
 )
 
@@ -56,6 +57,14 @@ def test_a_block_of_keys_is_long_enough_to_pay():
     for width, half in itertools.product((16, 64, 576), (False, True)):
         tile = tile_for(1, width, width, half, False, False, 16)
         assert tile.block == 64 or tile.block * width * tile.item >= BLOCK_BYTES
+
+
+def test_codes_of_four_query_heads_are_converted_once_for_all_of_them():
+    for lanes, bits in itertools.product((8, 16), (4, 6, 8)):
+        form = Format(bits, 64)
+        tile = tile_for(4, 128, 128, False, False, False, lanes, form, form)
+        assert (tile.rows, tile.k_direct, tile.v_direct) == (4, True, True)
+        assert tile.rows * tile.keys <= tile.registers
 
 
 def test_ranges_hold_every_key_once():

@@ -23,7 +23,7 @@ from numba.extending import (
 )
 
 from regard.ops.kernels.panels import Panel
-from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, Tile
+from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, STEP, Tile
 from regard.ops.kernels.vectors import BYTE, FLOAT, INT16, INT32, INT64, Value, Vectors
 
 
@@ -149,11 +149,12 @@ def dot_products(e, tile, queries, keys, stride, scales, pace, first, last, scor
         multiply(start, count, xs)
 
     if tile.k_direct:
-        of_scales = [b.add(scales, b.mul(i, pace)) for i in wanted]
-        pairs = zip(places, of_scales, strict=True)
-        xs = [dict(e.dequantized(*pair, tile.width, tile.k)) for pair in pairs]
-        for channel in range(0, tile.width, e.lanes):
-            multiply(INT64(channel), e.lanes, [[x[channel]] for x in xs])
+        pairs = [(at, b.add(scales, b.mul(i, pace))) for at, i in zip(places, wanted, strict=True)]
+        for begin in range(0, tile.width, STEP):
+            some = range(begin, min(begin + STEP, tile.width))
+            xs = [dict(e.dequantized(*pair, tile.width, tile.k, some)) for pair in pairs]
+            for channel in some[:: e.lanes]:
+                multiply(INT64(channel), e.lanes, [[x[channel]] for x in xs])
     else:
         e.columns(tile.width, body)
     for m, row in enumerate(cells):
@@ -221,7 +222,7 @@ def _dequantize(e, count, codes, stride, scales, pace, target, width, form):
         row, of_row = [
             e.builder.add(x, e.builder.mul(j, y)) for x, y in ((codes, stride), (scales, pace))
         ]
-        for channel, x in e.dequantized(row, of_row, width, form) if form.quantized else ():
+        for channel, x in e.dequantized(row, of_row, width, form, range(width * form.quantized)):
             e.write(x, place, 4 * channel)
 
 

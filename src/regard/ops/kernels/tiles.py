@@ -17,8 +17,7 @@ EXP2 = (  # coefficients of 2**f on [-1/2, 1/2], lowest power first: minimax, er
 KEYS_A_TASK = 256  # keys, at least: merging the partial results of fewer costs more than it saves
 TASKS_A_THREAD = 4  # tasks, at most: several for each thread, so that a slow core takes fewer
 BLOCK_BYTES = 4096  # of keys, at least: what a block costs once is then small beside reading it
-UNROLLED = 8  # vectors of a key's codes, at most, that are dequantised in registers: their code
-# has no loop, and takes longer to compile
+UNROLLED = {16: 128, 8: 128, 4: 32}  # channels of keys, at most, dequantised in registers, by lanes
 LINE = 64  # bytes of a cache line
 NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
 STEP = 2 * NIBBLES  # channels whose codes of 6 or 4 bits are packed together
@@ -123,8 +122,8 @@ class Tile(NamedTuple):
     @property
     def keys(self) -> int:
         """Keys whose scores are summed together, in `rows * keys` vector registers."""
-        most = 16 if self.rows == 1 else 8 if self.rows < 4 and self.lanes != 8 else 4
-        return min(self.lanes, most)
+        most = 16 if self.rows == 1 else 8 if self.rows < 4 else 4
+        return (8, 4, 4, 2)[self.rows - 1] if self.lanes == 8 else min(self.lanes, most)
 
     @property
     def strip(self) -> int:
@@ -210,10 +209,11 @@ def tile_for(
     plain = BFLOAT16 if half else FLOAT32
     k = k or plain
     v = k if joined else v or plain
-    most = 2 if lanes == 8 else 4 if v == BFLOAT16 and value_width % (2 * lanes) else 6
-    in_tile = min(range(1, most + 1), key=lambda r: (-(-rows // r) * r, -r))
+    odd = v == BFLOAT16 and value_width % (2 * lanes) > 0  # vectors: a strip is all of them
+    sizes = (1, 2, 4)[: 3 - odd] if lanes == 8 else range(1, 7 - 2 * odd)
+    in_tile = min(sizes, key=lambda r: (-(-rows // r) * r, -r))
     codes = k.quantized or v.quantized
-    direct = codes and not joined and rows == in_tile and width <= UNROLLED * lanes
+    direct = codes and not joined and rows == in_tile and width <= UNROLLED[lanes]
     block = next((x for x in (16, 32) if x * k.bytes(width) >= BLOCK_BYTES), 64)
     if page:
         block = next((x for x in (64, 32) if x <= block and page % x == 0), 16)

@@ -22,6 +22,7 @@ MANTISSA = 23  # bits of a float32's mantissa
 
 Value = Any  # an ir.Value: llvmlite has no types for mypy
 Kind = Any  # an ir.Type
+Words = Iterator[tuple[int, Value]]  # a channel, and the vector that begins with it
 
 
 class Vectors:
@@ -129,27 +130,25 @@ class Vectors:
     # ---- codes ----
 
     def dequantized(
-        self, codes: Value, scales: Value, width: int, form: Format, wanted: range | None = None
-    ) -> Iterator[tuple[int, Value]]:
-        """zero + scale * code of the wanted channels of a row of codes, by default of all: a
-        channel, and the vector that begins with it."""
+        self, codes: Value, scales: Value, width: int, form: Format, wanted: range
+    ) -> Words:
+        """zero + scale * code of the wanted channels of a row of codes."""
         of_groups: dict[tuple[int, ...], tuple[Value, Value]] = {}
-        words = self._bytes(codes, width) if form.bits == 8 else self._packed(codes, width, form)
-        for channel, word in words:
-            if channel not in (wanted or range(width)):
-                continue
+        read = self._packed if form.bits < 8 else self._bytes
+        words = read(codes, width, form, wanted)  # packed codes come by whole steps
+        for channel, word in (each for each in words if each[0] in wanted):
             groups = tuple((channel + i) // form.group for i in range(self.lanes))
             if groups not in of_groups:
                 of_groups[groups] = self._scale_and_zero(scales, groups)
             yield channel, self.fma(self.builder.sitofp(word, self.floats), *of_groups[groups])
 
-    def _bytes(self, address: Value, width: int) -> Iterator[tuple[int, Value]]:
-        for channel in range(0, width, self.lanes):
+    def _bytes(self, address: Value, _: int, form: Format, wanted: range) -> Words:
+        for channel in range(wanted.start, wanted.stop, self.lanes):
             yield channel, self._unsigned(address, channel, self.lanes)
 
-    def _packed(self, address: Value, width: int, form: Format) -> Iterator[tuple[int, Value]]:
+    def _packed(self, address: Value, width: int, form: Format, wanted: range) -> Words:
         """Codes of 4 or 6 bits, 32 channels at a time, and a rest of 16."""
-        for first in range(0, width, STEP):
+        for first in range(wanted.start // STEP * STEP, wanted.stop, STEP):
             count, start = min(STEP, width - first), form.bytes(first)
             for channel, word in self._nibbles(address, start, count):
                 if form.bits == 6:
@@ -157,7 +156,7 @@ class Vectors:
                     word = self.builder.or_(word, high)
                 yield first + channel, word
 
-    def _nibbles(self, address: Value, start: int, count: int) -> Iterator[tuple[int, Value]]:
+    def _nibbles(self, address: Value, start: int, count: int) -> Words:
         """The low 4 bits of so many channels: byte i holds channels i and i + count / 2."""
         b, half = self.builder, count // 2
         for i in range(0, half, min(half, self.lanes)):

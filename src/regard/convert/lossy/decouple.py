@@ -146,8 +146,8 @@ def decouple(
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
         counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
             several layers share one list; those with the most harm if None.
-        inputs, gradients: windows of the inputs themselves, which improve the fit, and gradients
-            over the text, as `latentize` takes them.
+        inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
+        gradients: as `latentize` takes them.
 
     Raises:
         ValueError: if the layer has no plain rotary embedding, norms its keys, has a gate or sinks,

@@ -61,8 +61,9 @@ def _difference(family: Family, module: Any, ours: Forward) -> str | None:
     """The first case in which the two forwards differ. A class that the table names is trusted
     where its own forward cannot be tried, as with weights that are spread over ranks."""
     named = FAMILIES.get(type(module).__name__) is family
-    trained = not any(each.is_inference() for each in module.parameters())
-    with undisturbed(module), torch.set_grad_enabled(trained), torch.random.fork_rng(devices=[]):
+    is_inference = any(each.is_inference() for each in module.parameters())
+    mode = torch.no_grad() if is_inference else torch.enable_grad()
+    with undisturbed(module), mode, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, case in _cases(family, module):
             own = None

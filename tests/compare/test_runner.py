@@ -29,6 +29,12 @@ def test_layers_of_the_modules_compute_the_same_as_the_model(family):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@torch.no_grad()
+def test_a_cache_without_windows_takes_no_rollback():
+    runner = Runner(tiny("llama"), cache="growing")
+    assert runner.hidden(tokens(1, 5)).shape[1] == runner.caches[0].length == 5
+
+
 def test_a_runner_shares_the_weights_and_changes_no_configuration():
     model = tiny("llama")
     layers = [attention_of(module) for module in attention_modules(model).values()]

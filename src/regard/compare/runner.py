@@ -66,7 +66,7 @@ class Runner:
             place(self.model, layers)
         self.layers = list(layers or map(attention_of, attention_modules(model).values()))
         install(self.model)
-        options = {"rollback": rollback} if isinstance(cache, str) else {}
+        options = {"rollback": rollback} if rollback and isinstance(cache, str) else {}
         self._new_cache = partial(cache_for, self.model.base_model, cache, **options)
         self.reset()
 

@@ -22,7 +22,9 @@ HEADS = {  # what a head's logits become before they are returned
     "capped": ("Gemma2", {"final_logit_softcapping": 0.3}),
     "scaled up": ("Cohere", {"logit_scale": 3.0}),
     "scaled down": ("Granite", {"logits_scaling": 5.0}),
+    "with cross-attentions": ("GPT2", {"n_embd": 8, "n_head": 2, "n_layer": 1}),
 }
+LM_HEADS = ("GPT2",)  # whose classes end so
 
 
 def model_of(name):
@@ -30,7 +32,8 @@ def model_of(name):
     family, extra = HEADS[name]
     extra = {**extra, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, f"{family}Config")(**SIZES, **extra)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    end = "LMHeadModel" if family in LM_HEADS else "ForCausalLM"
+    return getattr(transformers, f"{family}{end}")(config).eval()
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -28,10 +28,11 @@ def logits_of(model: Any, hidden: Float[Tensor, "*batch E"]) -> Float[Tensor, "*
 
     A head alone is not enough: some models scale or cap its logits.
     """
-    from transformers.modeling_outputs import MoeModelOutputWithPast  # has what every head reads
+    from transformers.modeling_outputs import MoeModelOutputWithPast  # has what most heads read
 
     states = hidden.flatten(0, -2)[None]
     whole = MoeModelOutputWithPast(last_hidden_state=states)
+    whole.cross_attentions = None  # GPT-2 reads it
     with bound(model.base_model, lambda module, *args, **given: whole):
         logits: Tensor = model(inputs_embeds=states, use_cache=False).logits
     return logits[0].unflatten(0, hidden.shape[:-1])

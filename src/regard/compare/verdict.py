@@ -79,7 +79,8 @@ def _keeps_quality(row: Row) -> bool:
     """Whether both perplexities are known well enough, and neither was measured to be worse than
     the shipped row's."""
     ratios = [each for each in (row.perplexity_ratio, row.decode_perplexity_ratio) if each]
-    return all(each.low <= NO_WORSE and each.high <= UNKNOWN for each in ratios)
+    same = (each.value <= NO_WORSE or not each.differs for each in ratios)
+    return all(same) and all(each.high <= UNKNOWN for each in ratios)
 
 
 def _change(ratio: Ratio | None, sentence: str, none: str) -> str:

@@ -380,3 +380,12 @@ def test_windows_are_windows(texts):
     assert latent.decode_perplexity == pytest.approx(shipped.decode_perplexity, rel=1e-5)
     assert result.decoded == 2 * DECODED
     assert "any" in result._repr_html_()
+
+
+def test_a_model_that_cannot_be_installed_is_refused_with_the_reason(texts, monkeypatch):
+    def refuse(model):
+        raise ValueError("masks that regard does not read")
+
+    monkeypatch.setattr("regard.compare.runner.install", refuse)
+    with pytest.raises(ValueError, match="masks that regard does not read"):
+        compare(tiny("llama"), texts, candidates=chosen(["int8"]))

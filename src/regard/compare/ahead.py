@@ -24,6 +24,7 @@ from regard.convert.targets import Target
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import Causal
+from regard.ops.observed import calls_run
 from regard.rope import Rotary
 
 
@@ -98,16 +99,20 @@ def _layer(own: Attention, target: Target | None) -> Any:
 
 
 def _run(layer: Any, cache: Any, x: Tensor) -> None:
-    """Fill a cache and decode; then a step of compiled code alone, as an installed model repeats it
-    (`regard.hf.running.steps`)."""
+    """Fill a cache and decode; then, if an installed model would, repeat that in compiled code."""
+    from regard.hf.running.steps import is_quickest
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
 
     layer(x, cache=cache)
-    layer(x[:, :1], cache=cache)
+    prepared: list[Any] = []
+    with calls_run(lambda call, *given: prepared.append(call)):
+        layer(x[:, :1], cache=cache)
+    if not isinstance(layer, Attention) or not is_quickest(prepared[-1]):
+        return
     streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
     codes = codes_of(streams)
-    if codes is not None and isinstance(layer, Attention):
+    if codes is not None:
         heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
         q, k = (x.new_zeros(1, count, 1, width) for count in (heads, kv_heads))
         step = Plan.of(x.dtype, 1, heads, kv_heads, width, width, *codes)

@@ -156,6 +156,8 @@ class Runners:
         try:
             return Runner(self._model, layers, cache=candidate.cache, rollback=self._rollback)
         except ValueError as objection:
+            if layers is None:  # no row can run
+                raise
             return str(objection)
 
     def _convert(self, work: Work) -> None:

@@ -160,7 +160,7 @@ def record_step(
     streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else held
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
-    if call.sinks is not None or call.score_bias is not None or not _is_quickest(prepared):
+    if call.sinks is not None or call.score_bias is not None or not is_quickest(prepared):
         return
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
@@ -183,7 +183,7 @@ def record_step(
     )
 
 
-def _is_quickest(prepared: Prepared) -> bool:
+def is_quickest(prepared: Prepared) -> bool:
     """Whether compiled code can run the call, and is estimated to be quicker as a step than the
     backend that ran it."""
     call = prepared.call

@@ -158,7 +158,41 @@ def test_a_window_counts_where_no_mask_came():
     torch.testing.assert_close(windowed, masked)
 
 
-@pytest.mark.parametrize("option", ["indices", "block_table", "cache"])
+def test_selected_keys_beyond_those_of_the_span_are_hidden():
+    """A static cache has slots for later tokens, and an indexer may select such."""
+    q, k = heads(2, 2, 4), heads(2, 5, 4)
+    keep = torch.tensor([[[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]]).bool()
+    indices = torch.tensor([[[0, 4, 3], [2, 0, 4]]], dtype=torch.int32)
+    out, weights = attention(
+        torch.nn.Module(), q, k, k, keep, indices=indices, output_attentions=True
+    )
+    chosen = torch.tensor([[[[1, 0, 0, 0, 0], [1, 0, 1, 0, 0]]]]).bool()
+    wanted, _ = attention(torch.nn.Module(), q, k, k, chosen)
+    torch.testing.assert_close(out, wanted)
+    assert weights[..., 1].eq(0).all()
+    with pytest.raises(ValueError, match=r"\[B, L, K\] with L = 2, got shape \(3,\)"):
+        attention(torch.nn.Module(), q, k, k, keep, indices=torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_sink_of_each_query_takes_part_in_the_softmax(wanted):
+    q, k, v = heads(2, 3, 4), heads(2, 5, 4), heads(2, 5, 6)
+    sinks = heads(2, 3, 1).requires_grad_()
+    keep = torch.ones(1, 1, 3, 5).bool()
+    keep[..., 1, :] = False  # nothing is visible but the sink
+    out, weights = attention(
+        torch.nn.Module(), q, k, v, keep, sinks=sinks, scaling=0.5, output_attentions=wanted
+    )
+    scores = (0.5 * q @ k.transpose(2, 3)).masked_fill(~keep, -torch.inf)
+    shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(out, (shares @ v).transpose(1, 2))
+    torch.testing.assert_close(weights, shares if wanted else None)
+    (own,) = torch.autograd.grad(out.square().sum(), sinks)
+    (plain,) = torch.autograd.grad((shares @ v).square().sum(), sinks)
+    torch.testing.assert_close(own, plain)
+
+
+@pytest.mark.parametrize("option", ["block_table", "cache"])
 def test_what_cannot_be_honoured_raises(option):
     q = heads(1, 2, 4)
     with pytest.raises(ValueError, match=f"{option}= would change the result"):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
+from regard.cache import Cache, KVCache, PagedCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.cache.paging.formats import GROUP
 from regard.cache.quantized import QuantizedWindow
 from regard.layers.attending import Attending
@@ -164,6 +164,39 @@ class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return repr(self.cache)
+
+
+class IndexedLayer(CacheLayer):
+    """The cache of a layer of sparse attention, and the keys by which its indexer selects.
+
+    A layer that attends to the keys of another one (Mistral Large 4) has only those of its indexer.
+
+    Raises:
+        ValueError: if its cache drops tokens, or stores them in pages or on several ranks.
+    """
+
+    def __init__(self, make: Callable[[], Cache], has_keys: bool = True) -> None:
+        super().__init__(make)
+        self.has_keys, self.index, self.is_compileable = has_keys, KVCache(), False
+        if self.is_sliding or isinstance(self.cache, Evicting | PagedCache | Attending):
+            raise ValueError(
+                "an indexer selects among all tokens, and reads them at once, got a layer with "
+                f"{self.cache!r}; use kind='growing', 'static' or codes, such as 'int8'"
+            )
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        return (self.cache, self.index) if self.has_keys else (self.index,)
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """Append `[B, L, D]` keys of the indexer; returns all."""
+        self.is_initialized, self.batch_size = True, len(keys)
+        (every,) = concatenated(list(self.index.update(keys.unsqueeze(1)))).streams
+        return every.squeeze(1)
+
+    def reset(self) -> None:
+        super().reset()
+        self.index = KVCache()
 
 
 def growing() -> Callable[[int | None], Cache]:

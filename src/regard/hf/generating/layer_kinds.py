@@ -1,4 +1,4 @@
-"""The kinds of layers of a model's cache: keys and values, recurrent and convolutional states."""
+"""The kinds of layers of a model's cache: keys and values, states, keys of an indexer."""
 
 import inspect
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from regard.cache import Cache
 from regard.hf.families.finding import find
 from regard.hf.families.recognising import family_of
-from regard.hf.generating.caches import CacheLayer
+from regard.hf.generating.caches import CacheLayer, IndexedLayer
 from regard.hf.generating.states import EmptyLayer, HybridLayer, StateLayer
 from regard.hf.generating.watching import called_module
 from regard.hf.packages import cache_argument
@@ -17,17 +17,20 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 class LayerKind(NamedTuple):
-    """The contents of one layer's cache: keys and values, of a window or of all tokens; states."""
+    """The contents of one layer's cache: keys and values, of a window or of all tokens; states; the
+    keys by which an indexer selects."""
 
     has_keys: bool = True
     window: int | None = None
     states: int = 0
+    has_index: bool = False
 
 
 _KINDS = {  # by transformers' layer types; the numbers are those of the config
     FULL: LayerKind(),
     WINDOWED: LayerKind(window=1),
     "chunked_attention": LayerKind(),
+    "indexed_attention": LayerKind(has_index=True),
     "linear_attention": LayerKind(has_keys=False, states=1),
     "conv": LayerKind(has_keys=False, states=1),
     "hybrid": LayerKind(states=1),
@@ -67,7 +70,19 @@ def layer_kinds(model: Any) -> list[LayerKind]:
         kind._replace(
             window=known.get(index) or (kind.window and window), states=kind.states and states
         )
-        for index, kind in enumerate(map(_KINDS.__getitem__, types))
+        for index, kind in enumerate(_indexed(config, [_KINDS[each] for each in types]))
+    ]
+
+
+def _indexed(config: Any, kinds: list[LayerKind]) -> list[LayerKind]:
+    """The kinds of layers with an indexer, where some take the keys or the selection of another."""
+    modes = getattr(config, "kv_sharing_modes", [None] * len(kinds))
+    indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
+    return [
+        kind._replace(has_keys=not str(mode).startswith("reuse"), has_index=indexer != "shared")
+        if kind.has_index
+        else kind
+        for kind, mode, indexer in zip(kinds, modes, indexers, strict=False)
     ]
 
 
@@ -91,6 +106,8 @@ def layers_of(kinds: list[LayerKind], makers: list[Callable[[int | None], Cache]
     """A layer of each kind: with a cache that its maker makes, states, or neither."""
 
     def layer(kind: LayerKind, make: Callable[[int | None], Cache]) -> Any:
+        if kind.has_index:
+            return IndexedLayer(partial(make, kind.window), kind.has_keys)
         if not kind.has_keys:
             return StateLayer(kind.states) if kind.states else EmptyLayer()
         own = partial(make, kind.window)

@@ -19,13 +19,13 @@ from regard.layers.attending import Attending, Keys
 from regard.layers.query_scale import UNSCALED
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
+from regard.ops.partial import Partial, merge
 from regard.ops.parts import Make, concatenated
 from regard.ops.prepared import Prepared
 from regard.tracing import is_autocast
 
-PAGED = ("indices", "block_table")  # of attention functions over blocks of keys
 # read from the module, or not read (MVP's prompts): as arguments they would be ignored
-FROM_THE_MODULE = ("softcap", "s_aux", "attn_prompt")
+FROM_THE_MODULE = ("softcap", "s_aux", "attn_prompt", "indices")
 
 
 def arrive(
@@ -49,7 +49,7 @@ def arrive(
 
 def refuse(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
     """Raise for arguments that would change the result and are not supported."""
-    for name in (*PAGED, *also):
+    for name in ("block_table", *also):
         if given.get(name) is not None:
             raise ValueError(
                 f"{name}= would change the result and is not supported by regard.hf; "
@@ -212,7 +212,7 @@ def attended(
     *,
     attending: Any = None,
     bias: Tensor | None = None,
-    sinks: Tensor | None = None,
+    sinks: Float[Tensor, " H"] | Float[Tensor, "B H L 1"] | None = None,
     **options: Any,
 ) -> Attended:
     """Attention of queries to keys, described and then run by the backend chosen for it.
@@ -224,7 +224,7 @@ def attended(
         given: the arguments of the module's call, which may ask for weights.
         attending: the cache, if it attends by itself.
         bias: added to the scores besides.
-        sinks: logits of each head that take part in the softmax.
+        sinks: logits of each head, or of each head and query, that take part in the softmax.
         options: further options of `prepare`.
 
     Raises:
@@ -233,7 +233,9 @@ def attended(
     k, v = keys.outlines
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    options |= {"sinks": sinks} if attending is None else {"sinks": None, "partial": True}
+    of_queries = None if sinks is None or sinks.ndim == 1 else sinks
+    separate = of_queries is not None or attending is not None
+    options |= {"sinks": None, "partial": True} if separate else {"sinks": sinks}
     call = prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
     wanted = weights_wanted(given)
     if attending is not None:
@@ -243,10 +245,19 @@ def attended(
                 "not have all keys here; leave output_attentions out"
             )
         return Attended(attending.attend(call, q, keys.parts, sinks), None, call)
-    if not wanted:
-        return Attended(call.run(q, keys.parts), None, call)
-    parts = tuple(keys.parts)
-    return Attended(call.run(q, parts), weights_of(call, q, parts), call)
+    parts = tuple(keys.parts) if wanted else keys.parts
+    weights = weights_of(call, q, tuple(parts)) if wanted else None
+    if of_queries is None:
+        return Attended(call.run(q, parts), weights, call)
+    out, share = _with_sinks(call.partial(q, parts), of_queries)
+    return Attended(out.to(q.dtype), None if weights is None else weights * share, call)
+
+
+def _with_sinks(keys: Partial, sinks: Float[Tensor, "B H L 1"]) -> tuple[Tensor, Tensor]:
+    """Attention to keys and to a sink of each query, whose value is 0: the output, and the share
+    `[B, H, L, 1]` of the softmax that the keys keep."""
+    sink = keys._replace(out=torch.zeros_like(keys.out), lse=sinks.squeeze(-1).to(keys.lse.dtype))
+    return merge(keys, sink).out, torch.sigmoid(keys.lse - sink.lse).unsqueeze(-1)
 
 
 def weights_wanted(given: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from regard.hf.families.rotating import memoised
@@ -97,6 +97,24 @@ def in_documents(module: nn.Module, at: Visible, given: Mapping[str, Any]) -> Vi
             f"{at.span.num_queries} queries and {at.span.num_keys} keys"
         )
     return at._replace(mask=at.mask & documents)
+
+
+def among(at: Visible, indices: Int[Tensor, "B L K"] | None, keys: int) -> Visible:
+    """The same, of the keys that each query selects: slots below `keys` (DeepSeek-V3.2).
+
+    Raises:
+        ValueError: if it is not `[B, L, K]`.
+    """
+    if indices is None:
+        return at
+    if indices.ndim != 3 or indices.shape[1] != at.span.num_queries:
+        raise ValueError(
+            f"indices= are keys of each query, [B, L, K] with L = {at.span.num_queries}, got shape "
+            f"{tuple(indices.shape)}; paged keys are not supported by regard.hf"
+        )
+    none = indices.new_zeros(*indices.shape[:2], keys, dtype=torch.bool)
+    keep = none.scatter(-1, indices.long(), True)[..., : at.span.num_keys]
+    return at._replace(mask=at.mask & Dense(keep.unsqueeze(1)))
 
 
 def _listed(lengths: Tensor | None) -> Any:

@@ -4,19 +4,18 @@ import sys
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.hf.packages import check_version, require
 from regard.hf.running.calls import CachedKeys, attended, of_one_dtype, precision_of, refuse
 from regard.hf.running.mask_rules import mask_of
-from regard.hf.running.masks import in_documents, visible
+from regard.hf.running.masks import among, in_documents, visible
 from regard.hf.running.probing import undisturbed
 from regard.layers.attending import Keys
 
 NAME = "regard"
-# transformers' paged cache, whose blocks of keys are not supported; sinks of each query (Inkling)
-UNREADABLE = ("cache", "sinks")
+UNREADABLE = ("cache",)  # transformers' paged cache, whose blocks of keys are not supported
 METHOD = "_attn"
 DIVISORS = ("scale_attn", "norm_factor")  # attributes by which modules divide their scores
 
@@ -26,7 +25,8 @@ def register() -> str:
 
     The mask function is registered too: without it, transformers leaves out masks, silently.
     Windows, chunks, padding, documents and blocks of images come as rules, not as `L x S` cells.
-    Softcaps, sinks, position biases and `cu_seq_lens_q` are supported; other arguments raise.
+    Softcaps, sinks, position biases, selected keys and `cu_seq_lens_q` are supported; other
+    arguments raise.
 
     Raises:
         ImportError: if transformers is missing.
@@ -89,10 +89,13 @@ def attention(
     softcap: float | None = None,
     s_aux: Float[Tensor, " H"] | None = None,
     position_bias: Float[Tensor, "..."] | None = None,
+    sinks: Float[Tensor, "B H L 1"] | None = None,
+    indices: Int[Tensor, "B L K"] | None = None,
     **given: Any,
 ) -> tuple[Float[Tensor, "B L H Dv"], Float[Tensor, "B H L S"] | None]:
     """What transformers calls an attention function. `sliding_window` applies only without a mask,
-    because a mask contains it.
+    because a mask contains it; `s_aux` are sinks of heads, `sinks` those of each query besides
+    (Inkling), `indices` the keys that a query selects.
 
     Raises:
         ValueError: if an argument would change the result and is not supported.
@@ -103,11 +106,12 @@ def attention(
         module, attention_mask, query.shape[2], key.shape[2],
         window=sliding_window, is_causal=is_causal,
     )  # fmt: skip
-    at = in_documents(module, at, given)
+    at = among(in_documents(module, at, given), indices, key.shape[2])
     if position_bias is not None:  # a static cache has more slots than the span has keys
         position_bias = position_bias[..., : at.span.num_keys]
     keys, precision = Keys.of(CachedKeys.of(key, value).parts), precision_of(module)
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    options["sinks"] = s_aux if sinks is None else sinks
     options |= {"dropout": dropout, "precision": precision, "bias": position_bias}
     out, weights, _ = attended(query, keys, at, given, **options)
     return out.transpose(1, 2).contiguous(), weights

@@ -20,6 +20,10 @@ from numba.core.registry import cpu_target
 
 from regard.cache_folder import cache_folder
 
+# The decorator of a part of a kernel, which only the kernel calls: LLVM inlines it. (Numba's own
+# inlining copies every variable for each block of the caller.)
+ONLY_INLINED = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+part = numba.njit(error_model="numpy", **ONLY_INLINED)
 PATIENCE = 0.5  # seconds of compiling after which a user is told what is waited for
 
 
@@ -27,8 +31,7 @@ PATIENCE = 0.5  # seconds of compiling after which a user is told what is waited
 def compiled_from(function: Any, signature: Any, *modules: Any) -> Any:
     """A C callback from a Python function, stored by numba in a folder of the user.
 
-    Without such a folder, on a full disk, or where a file is damaged, it is compiled for this
-    process, which takes about a second.
+    Without such a folder, on a full disk, or with a damaged file, this process compiles it anew.
 
     Args:
         modules: those whose sources it contains, beside its own.
@@ -46,8 +49,7 @@ def compiled_from(function: Any, signature: Any, *modules: Any) -> Any:
 class _Folder(_CacheLocator):  # type: ignore[misc]
     """`compiled` in regard's folder, or the folder that numba's NUMBA_CACHE_DIR names.
 
-    Numba would choose the package's own folder. The name of a function (`_name_of`) says all that
-    its code depends on, so that the date of a source file does not matter.
+    The name of a function says all that its code depends on: a source file's date does not matter.
     """
 
     def get_cache_path(self) -> str:
@@ -132,12 +134,10 @@ def _announce(where: str | None) -> None:
 def _name_of(function: Any, *others: Any) -> str:
     """A name that no other code has: a hash of the sources, the constants and the processor.
 
-    numba names files after the function, and an index says what they hold. Two processes that save
-    different code under one name can leave an index that points to the other's code, and so can a
-    process that is stopped between writing the index and the code. A file with a name of its own
-    holds this code or none.
+    numba names files after the function. Two processes that save different code under one name, or
+    one that is stopped while it saves, can leave an index that points to other code.
     """
-    modules = sys.modules[function.__module__], *others
+    modules = sys.modules[__name__], sys.modules[function.__module__], *others
     constants = sorted(inspect.getclosurevars(function).nonlocals.items())
     codegen = cpu_target.target_context.codegen()
     facts = [_source(each) for each in modules], constants, codegen.magic_tuple(), numba.__version__

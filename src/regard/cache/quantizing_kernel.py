@@ -3,16 +3,14 @@
 import functools
 from typing import Any, no_type_check
 
-import numba
 import numpy as np
 from numba import carray, types
 
 from regard.cache import codes as layout
-from regard.compiling import compiled_from
+from regard.compiling import compiled_from, part
 
 LOW = np.int32(0xFFFF)  # the bits of a float32 that a bfloat16 does not have
 SIGNATURE = types.void(types.voidptr, types.voidptr, types.voidptr, types.int64, types.int64)
-part = numba.njit(forceinline=True, error_model="numpy")  # a part of the kernel that calls it
 bytes_of = part(layout.bytes_of)
 
 

@@ -83,8 +83,9 @@ This code relies on these of their interfaces:
     vectors.py     llvmlite.ir: IRBuilder, vector types, typed pointers (`as_pointer`),
                    atomic_rmw; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function
-    decoding.py    njit(inline="always") and constants of a closure; from_dtype; carray
-    compiling.py   numba.core.ccallback.CFunc and its `_cache`; numba.core.caching: FunctionCache,
+    decoding.py    constants of a closure; from_dtype; carray
+    compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=);
+                   numba.core.ccallback.CFunc and its `_cache`; numba.core.caching: FunctionCache,
                    CompileResultCacheImpl and _CacheLocator; files are named by `__qualname__`;
                    `magic_tuple()`
 

@@ -13,12 +13,11 @@ import numba
 import numpy as np
 from numba import carray, types
 
-from regard.compiling import compiled_from
+from regard.compiling import compiled_from, part
 from regard.ops.kernels import encoding
 from regard.ops.kernels.encoding import SOURCES, Codes, keep, mix, number, widen
 from regard.ops.kernels.intrinsics import floats, fused, halves
 
-part = numba.njit(forceinline=True, error_model="numpy")  # a part of the kernel that calls it
 ROUND = np.int32(0x7FFF)  # added to a float32's bits to round to the nearest bfloat16, with the
 QUIET_NAN = np.int16(0x7FC0)  # lowest bit that stays; a NaN's bits would overflow
 

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numba import carray, types
 
-from regard.compiling import compiled_from
+from regard.compiling import compiled_from, part
 from regard.ops.kernels import gathering, intrinsics, tiles, vectors
 from regard.ops.kernels.gathering import (
     add_weighted,
@@ -46,7 +46,6 @@ from regard.ops.kernels.intrinsics import (
 from regard.ops.kernels.tiles import HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
-phase = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
 
 
 @functools.cache
@@ -74,7 +73,7 @@ def kernel(tile: Tile) -> Any:
     return compiled_from(decode, SIGNATURE, gathering, intrinsics, tiles, vectors)
 
 
-@phase
+@part
 @no_type_check
 def attend(tile, call, padded, pair, first, queries, part):
     """A range of keys, from `first` on: a block at a time."""
@@ -117,7 +116,7 @@ def attend(tile, call, padded, pair, first, queries, part):
                k_stride)  # fmt: skip
 
 
-@phase
+@part
 @no_type_check
 def begin(tile, call, batch, head, padded, queries, part):
     """Write the scaled queries to the scratch memory, and begin a partial result without keys."""
@@ -130,7 +129,7 @@ def begin(tile, call, batch, head, padded, queries, part):
         load_query(tile, call.q + tile.item * row, queries + i * tile.query_bytes, call.scale)
 
 
-@phase
+@part
 @no_type_check
 def block_at(tile, call, batch, j, stop):
     """The position, in tokens, of the block that begins with key `j`, and its number of keys."""
@@ -143,7 +142,7 @@ def block_at(tile, call, batch, j, stop):
     return at, count
 
 
-@phase
+@part
 @no_type_check
 def next_block(tile, call, batch, at, j):
     """The position of key `j`, where the block after that at `at` begins."""
@@ -153,7 +152,7 @@ def next_block(tile, call, batch, at, j):
     return following
 
 
-@phase
+@part
 @no_type_check
 def page_ahead(tile, call, batch, j):
     """The position in memory of the key one page after key `j`, or of the last key."""
@@ -163,14 +162,14 @@ def page_ahead(tile, call, batch, j):
     return far
 
 
-@phase
+@part
 @no_type_check
 def k_row(tile, call, at):
     """The row of the scales of the key at `at`: its own, or that of its page."""
     return at // call.page if tile.k_by_page else at
 
 
-@phase
+@part
 @no_type_check
 def request_page(tile, k, v, of_k, of_v):
     """Requests a line of a page's keys, values and scales long before they are read: finding the
@@ -184,7 +183,7 @@ def request_page(tile, k, v, of_k, of_v):
             prefetch_line(tile, of_v)
 
 
-@phase
+@part
 @no_type_check
 def request_scales(tile, of_k, k_pace, of_v, v_pace):
     """Requests the scales of the next block."""
@@ -194,7 +193,7 @@ def request_scales(tile, of_k, k_pace, of_v, v_pace):
         prefetch_value_scales(tile, of_v, v_pace)
 
 
-@phase
+@part
 @no_type_check
 def visible(tile, call, count, bias):
     """The block's keys up to the last that the bias shows a row: those after it are not read."""
@@ -207,7 +206,7 @@ def visible(tile, call, count, bias):
     return shown
 
 
-@phase
+@part
 @no_type_check
 def floating_keys(tile, count, k, stride, scales, pace, floating):
     """The address of a block's keys, and the bytes from one key to the next. Codes are dequantised
@@ -218,7 +217,7 @@ def floating_keys(tile, count, k, stride, scales, pace, floating):
     return k, stride
 
 
-@phase
+@part
 @no_type_check
 def floating_values(tile, count, v, stride, scales, pace, floating):
     """The address of a block's values, and the bytes from one value to the next."""
@@ -230,7 +229,7 @@ def floating_values(tile, count, v, stride, scales, pace, floating):
     return v, stride
 
 
-@phase
+@part
 @no_type_check
 def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, scores):
     """Scores of all rows and the block's keys; meanwhile the block's values are prefetched."""
@@ -243,7 +242,7 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
                          count - 1, scores + 4 * r * tile.block)  # fmt: skip
 
 
-@phase
+@part
 @no_type_check
 def softmax(tile, call, padded, count, bias, scores, part):
     """Replace scores by powers of 2 below the running maximum; rescale earlier sums."""
@@ -261,7 +260,7 @@ def softmax(tile, call, padded, count, bias, scores, part):
         totals[i] += exponentials(tile, row, maxima[i])
 
 
-@phase
+@part
 @no_type_check
 def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride):
     """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched."""
@@ -282,7 +281,7 @@ def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, part, k_next,
             done += 1
 
 
-@phase
+@part
 @no_type_check
 def merge(tile, call, padded, pair, part_bytes):
     """The output and log-sum-exp of a head from its parts, in the order of its keys."""

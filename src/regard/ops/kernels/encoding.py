@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast, no_type_check
 
-import numba
 import numpy as np
 from numba import carray, types
 from torch import Tensor
@@ -21,11 +20,10 @@ from regard.cache.codes import QuantizedStream
 from regard.cache.parts import AnyStream
 from regard.cache.quantizing_kernel import bytes_of, encode
 from regard.cache.rotation import blocks_of
-from regard.compiling import compiled_from
+from regard.compiling import compiled_from, part
 from regard.ops.kernels import intrinsics
 from regard.ops.kernels.intrinsics import floats, halves, octets
 
-part = numba.njit(forceinline=True, error_model="numpy")  # a part of the kernel that calls it
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 SOURCES = intrinsics, quantizing_kernel, layout  # modules whose code `keep` and `mix` contain
 

@@ -72,7 +72,7 @@ def test_bench_says_why_the_compiled_kernel_is_absent(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--keys", "0"], ["--dtype", "int8"], ["--kv-heads", "3"], ["--what"]]
+    "arguments", [["--keys", "0"], ["--dtype", "int8"], ["--num-kv-heads", "3"], ["--what"]]
 )
 def test_wrong_options_are_exit_code_2(arguments, monkeypatch, capsys):
     assert command(monkeypatch, "bench", *arguments) == 2

@@ -36,8 +36,8 @@ def model(monkeypatch):
     """Sets the layers that `describe` finds."""
     pretended = ModuleType("regard.plan.describing")
 
-    def layers(*shapes):
-        found = ModelShape(name="m", architecture="x", layers=shapes, hidden_size=64)
+    def layers(*shapes, dtype="float32"):
+        found = ModelShape(name="m", architecture="x", layers=shapes, hidden_size=64, dtype=dtype)
         pretended.describe = lambda path: found
 
     monkeypatch.setitem(sys.modules, "regard.plan.describing", pretended)
@@ -118,13 +118,19 @@ def test_a_model_has_a_line_for_each_call(model, monkeypatch, capsys):
     model(LayerShape(**GQA, window=100), LayerShape(**GQA), LayerShape(**MLA))
     code, out, _ = said(monkeypatch, capsys, "a-model", "--context", 300)
     assert code == 0 and len(out.splitlines()) <= 24
-    assert out.startswith("m: 3 layers, float32; 300 tokens, 1 row\n")
+    assert out.startswith("m: 3 layers, computed in float32; 300 tokens, 1 row\n")
     rows = [line.split() for line in out.splitlines()]
     assert [row[-6:-3] for row in rows if row[:1] == ["Decoding"]] == [["0", "GQA", "100"]]
     assert "MLA, absorbed" in out and "--why" in out
     whole = said(monkeypatch, capsys, "a-model", "--context", 300, "--why")[1]
     (line,) = [line for line in whole.splitlines() if line.startswith("m: ")]
     assert out.startswith(line) and len(whole) > 2 * len(out)
+
+
+def test_a_model_computes_in_the_dtype_that_it_is_loaded_in(model, monkeypatch, capsys):
+    model(LayerShape(**GQA), dtype="float16")
+    assert "computed in float32;" in said(monkeypatch, capsys, "a-model")[1]
+    assert "computed in float16;" in said(monkeypatch, capsys, "a-model", "--dtype", "float16")[1]
 
 
 def test_a_model_decodes_as_many_tokens_as_asked_for(model, monkeypatch, capsys):

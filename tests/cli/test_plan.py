@@ -208,7 +208,7 @@ def test_names_with_markup_are_text():
         ([*SIZES, "--block", 16, "--page-size", 64], "give block or page_size"),
         ([*SIZES, "--device", "x"], "device='x' is not one of this, b200"),
         ([*SIZES, "--device", "t4", "--dtype", "bfloat16"], "no rate of Tesla T4 in bfloat16"),
-        ([*SIZES, "--attention", "x"], "x: this model's attentions are shipped, mha"),
+        ([*SIZES, "--attention", "x"], "attention='x' is not one of 'shipped', 'mha'"),
         (["--num-heads", 7, "--hidden-size", 64], "does not divide hidden_size=64"),
         (["nowhere"], "nowhere"),
     ],

@@ -45,7 +45,7 @@ def start(*arguments, entry=("-c", RUN)):
         (["compare", "--memory", "0"], 2),
         (["convert", "--to", "mqa"], 2),
         (["generate"], 2),
-        (["bench", "--kv-heads", "3"], 2),
+        (["bench", "--num-kv-heads", "3"], 2),
         (["verify"], 2),
         (["show", "mask"], 2),
         (["show", "attention"], 2),

@@ -240,6 +240,16 @@ OF_LAYERS = {
         ValueError,
         ["x is a dense tensor", "_mkldnn"],
     ),
+    "a class as a mask": (
+        lambda: mha()(X, mask=Causal),
+        TypeError,
+        ["got the class Causal", r"mask=Causal\("],
+    ),
+    "a class as a part of a mask": (
+        lambda: Causal() & SlidingWindow,
+        TypeError,
+        ["got the class SlidingWindow", "call it"],
+    ),
     "a class as a cache": (
         lambda: mha()(X, cache=KVCache),
         TypeError,

@@ -34,12 +34,12 @@ def test_the_attentions_of_a_gqa_model():
     by_key, missing = found(GQA, GQA)
     assert list(by_key) == [
         *("shipped", "mha", "gqa-4", "gqa-2", "mqa"),
-        *("mla-50", "mla-25", "latent-50", "latent-25"),
+        *("deepseek-50", "deepseek-25", "latent-50", "latent-25"),
     ]
     assert by_key["shipped"].layers == (GQA, GQA)
     assert by_key["mha"].layers[0].num_kv_heads == 16
     assert by_key["gqa-2"].layers[1].num_kv_heads == 2
-    assert by_key["mla-50"].name == "MLA(224+32), 50 %"
+    assert by_key["deepseek-50"].name == "MLA(224+32), 50 %"
     assert not missing
 
 
@@ -62,7 +62,7 @@ def test_fewer_heads_are_divisors(heads, expected):
 @pytest.mark.parametrize("share", SHARES)
 def test_latents_keep_their_share_of_the_cache(layer, share):
     by_key, _ = found(layer)
-    kept = cached_elements(by_key[f"mla-{share}"].layers[0])
+    kept = cached_elements(by_key[f"deepseek-{share}"].layers[0])
     assert kept == cached_elements(layer) * share // 100
 
 
@@ -93,14 +93,14 @@ def test_layers_with_other_heads_keep_them_if_they_are_fewer():
     few = replace(GQA, num_kv_heads=2)
     by_key, _ = found(few, GQA)
     assert [layer.num_kv_heads for layer in by_key["gqa-4"].layers] == [2, 4]
-    assert by_key["mla-50"].name == "MLA(32+32) and MLA(224+32), 50 %"
+    assert by_key["deepseek-50"].name == "MLA(32+32) and MLA(224+32), 50 %"
     assert by_key["mqa"].layers == (replace(GQA, num_kv_heads=1),) * 2
 
 
 def test_mla_becomes_heads_of_its_own_widths():
     layer = found(MLA)[0]["gqa-4"].layers[0]
     assert (layer.kind, layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == ("GQA", 4, 48, 32)
-    smaller = found(MLA)[0]["mla-50"].layers[0]
+    smaller = found(MLA)[0]["deepseek-50"].layers[0]
     assert (smaller.head_dim, smaller.q_lora_rank, smaller.kv_lora_rank) == (48, 96, 56)
 
 

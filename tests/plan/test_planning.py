@@ -83,7 +83,14 @@ def test_windows_alone_never_fill_the_memory():
 def test_ideal_bytes_by_hand():
     found = planned(GQA, replace(GQA, window=5), context=100, batch=3)
     by_key = {(row.key, row.storage.name): row for row in found.rows}
-    numbers = {"shipped": 64, "mha": 128, "gqa-2": 32, "mqa": 16, "mla-50": 32, "mla-25": 16}
+    numbers = {
+        "shipped": 64,
+        "mha": 128,
+        "gqa-2": 32,
+        "mqa": 16,
+        "deepseek-50": 32,
+        "deepseek-25": 16,
+    }
     for key, each in numbers.items():
         assert by_key[key, "plain"].cost.cache_bytes == 3 * (100 + 5) * each * 4, key
     assert by_key["latent-50", "plain"].cost.cache_bytes == 3 * 105 * (31 * 4 + 4)
@@ -153,8 +160,12 @@ def test_rows_can_be_chosen():
         Storage("K4V4", 4, 4, 64, page_size=64),
         Storage("plain", page_size=64),
     ]
-    with pytest.raises(ValueError, match="gqa-3: this model's attentions are shipped, mha, gqa-2"):
-        planned(GQA, attentions=["gqa-3"])
+    with pytest.raises(ValueError, match=r"attention='gqa:2' is not one of .* mean 'gqa-2'\?"):
+        planned(GQA, attentions=["gqa:2"])
+    for written in ("mla", "mla-50"):  # the name that `compare` and `convert` have
+        with pytest.raises(ValueError, match=r"did you mean 'deepseek-50'\?"):
+            planned(GQA, attentions=[written])
+    assert planned(GQA, attentions=["Deepseek-50"]).rows[0].key == "deepseek-50"
 
 
 @pytest.mark.parametrize(

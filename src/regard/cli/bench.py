@@ -25,8 +25,8 @@ LEGEND = (
 
 @verb
 def bench(
-    heads: Annotated[int, size("Query heads.")] = 32,
-    kv_heads: Annotated[int, size("Key heads; divides the query heads.")] = 8,
+    num_heads: Annotated[int, size("Query heads.")] = 32,
+    num_kv_heads: Annotated[int, size("Key heads; divides the query heads.")] = 8,
     head_dim: Annotated[int, size("Channels of a head.")] = 128,
     keys: Annotated[int, size("Tokens in the cache at most.")] = 4096,
     dtype: Annotated[
@@ -39,15 +39,15 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time decoding and prefill on this machine: regard and its backends against torch."""
-    if heads % kv_heads:
-        refuse("--kv-heads", f"{kv_heads} does not divide the {heads} query heads")
+    if num_heads % num_kv_heads:
+        refuse("--num-kv-heads", f"{num_kv_heads} does not divide the {num_heads} query heads")
     start("regard.bench", threads=threads, timed=True)
     import torch
 
     from regard.bench import bench as measure
 
     torch.manual_seed(0)
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "keys": keys}
+    sizes = {"heads": num_heads, "kv_heads": num_kv_heads, "head_dim": head_dim, "keys": keys}
     with progress_bar() as progress:
         result = measure(**sizes, dtype=getattr(torch, dtype), progress=progress)
     if as_json:

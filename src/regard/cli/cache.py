@@ -12,7 +12,7 @@ from regard.page.readable import readable_bytes
 
 COLUMNS = ("--clear", "what", "files", "size")
 KINDS = {  # the name of a kind: what it is, and where it lies in the folder
-    "model": ("the default model", DEFAULT_MODEL),
+    "model": (f"the default model, {DEFAULT_MODEL}", DEFAULT_MODEL),
     "gguf": ("safetensors copies of GGUF files, 8 GiB at most", "gguf"),
     "compare": ("layers that compare converted, 1 GiB at most", "compare"),
     "compiled": ("compiled kernels", "compiled"),

@@ -46,14 +46,16 @@ def compare(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A row; may be repeated. Six without it, twelve by `all`: {ROWS}.",
+            help=f"A row; may be repeated. Six rows if left out, twelve with `all`. Rows: {ROWS}.",
             autocompletion=lambda: ROWS.split(", "),
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 512,
     windows: Annotated[
         int | None,
-        typer.Option(min=1, help="Windows of text, for smaller intervals: 1; of a frontier 8."),
+        typer.Option(
+            min=1, help="Windows of text: more narrow the intervals. 1; 8 with --frontier."
+        ),
     ] = None,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     dtype: Dtype = None,

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 CONTEXT = 4096  # tokens, if none are given
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "keys", "mask")
 NAME = 9  # columns of the names that lines begin with
-COLUMNS = ("", "layers", "attention", "keys read", "backend", "estimate")
+COLUMNS = ("", "layers", "attention", "keys read", "backend", "one layer")
 NEXT = (
-    "The backend with the least estimated time runs. Next: --why says what each mask became, and "
-    "what every other backend would take or objects to."
+    "Times are estimates; the backend with the least runs. Next: --why says what each mask became, "
+    "and what every other backend would take or objects to."
 )
 
 
@@ -49,7 +49,7 @@ def explain(
     ] = None,
     dtype: Annotated[
         options.AnyDtype | None,
-        typer.Option(help="Of queries, keys and values; the model's own, or float32."),
+        typer.Option(help="Of queries, keys and values; float32 on a CPU, else the model's own."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where they are: cpu, cuda.")] = "cpu",
     threads: options.Threads = None,
@@ -72,9 +72,10 @@ def explain(
         from regard.plan.describing import describe  # imports transformers
 
         shape = describe(model)
-        tensors = Tensors(batch, dtype or shape.dtype, device)
+        usual = "float32" if device.startswith("cpu") else shape.dtype  # as models are loaded
+        tensors = Tensors(batch, dtype or usual, device)
         found, missing = of_model(shape, tokens, queries, tensors), refused(shape)
-        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {tensors.dtype}"
+        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, computed in {tensors.dtype}"
     if as_json:
         calls = [asdict(each) for each in found]
         print_json({"model": title, "calls": calls, "refused": missing})

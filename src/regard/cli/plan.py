@@ -43,7 +43,7 @@ def plan(
         int | None, options.size("Channels of a query; hidden size / heads if left out.")
     ] = None,
     v_head_dim: options.ValueDim = None,
-    num_layers: Annotated[int | None, options.size("Layers; 1.")] = None,
+    num_layers: Annotated[int | None, options.size("Layers; 1 if left out.")] = None,
     kv_lora_rank: Annotated[int | None, options.size("Of MLA: channels of its latent.")] = None,
     q_lora_rank: Annotated[
         int | None, options.size("Of MLA: channels of its query latent.")
@@ -59,7 +59,10 @@ def plan(
     ] = 1.0,
     device: Annotated[
         list[str] | None,
-        typer.Option(help="Whose least time is stated, as h100; this: your machine. Repeatable."),
+        typer.Option(
+            help="Whose times are listed: h100, another GPU, or `this`, your machine; may be "
+            "repeated."
+        ),
     ] = None,
     dtype: Annotated[
         options.AnyDtype | None,
@@ -68,17 +71,17 @@ def plan(
     tp: Annotated[int, options.size("Ranks that share the heads.")] = 1,
     cp: Annotated[int, options.size("Ranks that share the tokens.")] = 1,
     block: Annotated[
-        int, options.size("As --all, with whole blocks of so many tokens; 16 in vLLM.", least=0)
+        int, options.size("As --all, in whole blocks of this many tokens; vLLM has 16.", least=0)
     ] = 0,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
+        typer.Option(help="A row: shipped, mha, gqa-4, mqa, deepseek-50, latent-50; repeatable."),
     ] = None,
     storage: Annotated[
         list[str] | None,
         options.named(
             STORAGES,
-            f"How caches store keys and values: {', '.join(STORAGES)}; repeatable.",
+            f"How caches store keys and values: {', '.join(STORAGES)}; may be repeated.",
             also=UNCHANGED,
         ),
     ] = None,

@@ -182,7 +182,7 @@ def _check_latent(
             f"to={to!r} gives a number of rotated channels, and exact-rope rotates all of them"
         )
     if (budget is None) == (rank == 0):
-        raise ValueError(f"to={to!r}: give either a rank, as in mla:128, or a budget, as in 0.5")
+        raise ValueError(f"to={to!r}: give either a rank, as in mla:128, or budget=0.5 (--budget)")
 
 
 def check_fits(target: Target, layer: Attention) -> None:
@@ -244,7 +244,9 @@ def _rank(
 ) -> int:
     """The largest rank whose cache, with all that is beside it, takes no more than the budget."""
     if not 0 < budget <= 1:
-        raise ValueError(f"budget={budget} is a share of the shipped cache, above 0 and at most 1")
+        raise ValueError(
+            f"budget is a share of the shipped cache, over 0 and at most 1, got {budget}"
+        )
     elements = 2 * layer.num_kv_heads * layer.head_dim
     if budget == 1 and dtype == stored and not rope_dim:
         return min(elements, layer.hidden_size)  # no loss, for the bytes of a position more

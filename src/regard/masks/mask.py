@@ -197,6 +197,8 @@ class Mask:
 def checked(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
+    if isinstance(other, type):
+        raise TypeError(f"masks are objects, got the class {other.__name__}; call it")
     raise TypeError(
         f"masks combine with masks, got {type(other).__name__}; wrap a tensor in Dense(keep) "
         "([.., L, S], True where a query may attend) or Padding(valid) ([B, S], True if real)"

@@ -102,6 +102,10 @@ def check_mask(mask: object) -> None:
             "for [B, S] with True for real tokens, Dense.from_additive(t) for 0 and -inf. "
             + POLARITIES
         )
+    if isinstance(mask, type):
+        raise TypeError(
+            f"mask is an object, got the class {mask.__name__}; call it: mask={mask.__name__}(...)"
+        )
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask is a Mask such as Causal() & Padding(valid), got {type(mask).__name__}; "

@@ -72,7 +72,7 @@ def _changes(
         yield f"gqa-{heads}", f"GQA-{heads}", 0, partial(_with_heads, heads=heads)
     yield "mqa", "MQA", 0, partial(_with_heads, heads=1)
     joint = partial(_latent, beside=positions)
-    for key, form, change in (("mla", "MLA", _mla), ("latent", "latent", joint)):
+    for key, form, change in (("deepseek", "MLA", _mla), ("latent", "latent", joint)):
         for share in SHARES:
             yield f"{key}-{share}", form, share, partial(change, share=share)
 

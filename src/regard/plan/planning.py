@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from regard.page.readable import readable_bytes, three_digits
 from regard.plan.cache_bytes import block_bytes, cache_bytes
-from regard.plan.candidates import Choice, choices
+from regard.plan.candidates import SHARES, Choice, choices
 from regard.plan.cost import Cost, cost_of, total_of
 from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
 from regard.plan.sent import Sent, sent_of
@@ -20,9 +20,15 @@ from regard.plan.shapes import (
     check_whole,
     storages_of,
 )
+from regard.words import one_of
 
 GIBIBYTE = 1 << 30
 TIMED = {"prefill": "visible_prefill_flops", "decode": "visible_decode_flops"}
+MEANT = {  # names that are often written: the attention that is meant
+    "mla": "deepseek-50",
+    "latent": "latent-50",
+    **{f"mla-{share}": f"deepseek-{share}" for share in SHARES},
+}
 UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 
 
@@ -260,11 +266,10 @@ def _devices(keys: Sequence[str], dtype: str) -> dict[str, Device]:
 
 
 def _selected(found: Sequence[Choice], keys: Sequence[str]) -> list[Choice]:
-    known = {choice.key: choice for choice in found}
-    unknown = [key for key in keys if key not in known]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: this model's attentions are {', '.join(known)}")
-    return [choice for choice in found if not keys or choice.key in keys]
+    known = [choice.key for choice in found]
+    meant = {name: key for name, key in MEANT.items() if key in known}
+    wanted = [one_of("attention", key, known, meant) for key in keys]
+    return [choice for choice in found if not keys or choice.key in wanted]
 
 
 def _row(plan: Plan, work: Workload, choice: Choice, storage: Storage) -> Row:

@@ -99,6 +99,10 @@ def test_a_missing_file_is_a_file_that_is_not_found(folder, missing):
 
 
 def test_nothing_at_all_is_not_found(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"to fetch it from the Hub: hf download owner/name"
+    ):
+        regard.hf.load("owner/name")
     with pytest.raises(FileNotFoundError, match=r"does not exist; give a folder with config.json"):
         regard.hf.load(tmp_path / "nothing")
 

@@ -296,6 +296,8 @@ def test_attention_that_is_not_known_calls_regard_and_says_how_it_differs():
 def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="no attention module that regard knows"):
         regard.hf.install(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"got str; regard\.hf\.load\(path\) returns one"):
+        regard.hf.install("path/to/model")
 
 
 def test_masks_that_are_not_tensors_are_refused():

@@ -8,7 +8,7 @@ from regard_verify import check
 
 
 def test_conventions_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="no convention is called 'polarty'"):
+    with pytest.raises(ValueError, match="no convention is called 'polarty'; there are after"):
         check(subjects.right, {"polarty": "keep"})
     with pytest.raises(ValueError, match="polarity is one of keep, drop, additive"):
         check(subjects.right, {"polarity": "keeping"})

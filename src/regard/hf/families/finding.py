@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import nn
 
 from regard.hf.families.recognising import family_of, is_named_attention
-from regard.hf.families.table import FAMILIES
 
 # methods of transformers' caches that linear attention calls
 _STATES = {"update_recurrent_state", "update_conv_state", "set_linear_cache"}
@@ -26,7 +25,15 @@ def find(model: nn.Module) -> Found:
     A module is attention if its family is known; or if it has parameters, calls transformers'
     AttentionInterface or has "attention" in the name of its class or of a base class, neither
     contains nor is part of other attention, and is not recurrent.
+
+    Raises:
+        TypeError: for what is no module, as the path of a model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a transformers model, got {type(model).__name__}; regard.hf.load(path) "
+            "returns one, with its tokenizer"
+        )
     known = {name: module for name, module in model.named_modules() if family_of(module)}
     unknown: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -88,12 +95,12 @@ def unknown_attention(model: nn.Module, found: Found) -> str:
     what = type(model).__name__ + (f" (model_type {model_type!r})" if model_type else "")
     if not found.unknown:
         return (
-            f"{what} has no attention module that regard knows; "
-            f"it knows {', '.join(FAMILIES)}, as transformers builds them"
+            f"{what} has no attention module that regard knows; regard.hf.FAMILIES names those of "
+            "transformers that it knows"
         )
     counts = Counter(type(module).__name__ for module in found.unknown.values())
     names = ", ".join(f"{kind} ({count} modules)" for kind, count in counts.items())
     return (
-        f"{what} has attention that regard does not know: {names}; what is missing is a row in "
-        f"regard.hf.families, which has {', '.join(FAMILIES)}"
+        f"{what} has attention that regard does not know: {names}; regard.hf.FAMILIES, which "
+        "names those that it knows, has no such class"
     )

@@ -161,7 +161,9 @@ def _existing(path: str | Path) -> Path:
     """The path, if it exists and the packages that read it are installed."""
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
+        on_the_hub = not path.is_absolute() and len(path.parts) == 2  # OWNER/NAME, perhaps
+        fetch = f"; to fetch it from the Hub: hf download {path} --local-dir FOLDER"
+        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}{fetch * on_the_hub}")
     require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
     return path
 

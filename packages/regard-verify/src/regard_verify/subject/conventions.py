@@ -156,8 +156,8 @@ def conventions_from(given: Mapping[str, Any]) -> Conventions:
         >>> conventions_from({"heads": 4}).heads
         4
     """
-    known = {each.name for each in fields(Conventions)}
-    unknown = sorted(set(given) - known)
+    known = sorted(each.name for each in fields(Conventions))
+    unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ValueError(f"no convention is called {unknown[0]!r}; there are {sorted(known)}")
+        raise ValueError(f"no convention is called {unknown[0]!r}; there are {', '.join(known)}")
     return Conventions(**given)

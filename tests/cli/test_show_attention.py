@@ -40,7 +40,7 @@ def shown(capsys, **options):
 def test_layers_and_heads_that_stand_out(capsys):
     text = shown(capsys)
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "3 layers of 4 heads over 13 tokens; no map" in " ".join(text.split())
+    assert "3 layers of 4 heads over 13 tokens; no map chosen" in " ".join(text.split())
     rows = [line.split() for line in text.splitlines() if re.match(r"[0-2]  ", line)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert all(row[-1] in ("sdpa", "fused", "eager", "tiled") for row in rows)
@@ -61,6 +61,7 @@ def test_two_heads_of_two_layers_are_two_maps(capsys, tmp_path):
     text = shown(capsys, heads="2.1,0.3", html=page)
     assert "; 2 maps of 13 queries" in " ".join(text.split())
     assert text.count("rows are queries") == 2
+    assert text.count('Query 12, "Madrid", reads "') == 2
     assert "2 maps of which can be opened" in page.read_text()
     data = json.loads(shown(capsys, heads="2.1,0.3", as_json=True))
     assert {(each["layer"], each["head"]) for each in data["top"]} == {(2, 1), (0, 3)}

@@ -112,6 +112,16 @@ def test_a_perplexity_inside_its_interval_decides_nothing(error, best):
     assert ("at no measurable difference in perplexity" in said) is (best == "K4V4")
 
 
+def test_a_row_of_unknown_quality_says_how_much_worse_it_may_be():
+    """So that nobody reads: no difference was measured, and it does not beat the shipped row."""
+    pages = row("GQA, K4V4 cache", 6_480.0, 13.7, STEP, decoded=12.75, error=0.04)
+    ratios = (pages.perplexity_ratio, pages.decode_perplexity_ratio)
+    worst = max(each.high for each in ratios if not each.differs) - 1
+    text = verdict([SHIPPED, pages])
+    assert "does not beat the attention as shipped" in text
+    assert f"no measurable difference in perplexity (up to {worst:+.1%} is possible)" in text
+
+
 def test_a_perplexity_that_is_not_a_number_is_worse():
     broken = row("GQA, K4V4 cache", 6_480.0, 13.5, STEP, decoded=float("nan"))
     assert "GQA, int8 cache is the best" in verdict([SHIPPED, broken, INT8])

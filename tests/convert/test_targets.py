@@ -92,3 +92,8 @@ def test_rows_of_compare_are_targets_of_the_same_name():
 def test_contradictions_are_refused(to, options, message):
     with pytest.raises(ValueError, match=message):
         target_of(to, shipped(), **options)
+
+
+def test_one_layer_is_no_list_of_layers():
+    with pytest.raises(TypeError, match=r"give \[layer\] for one|Type-check"):
+        target_of("mqa", shipped()[0])

@@ -33,7 +33,7 @@ ROWS = (
 )
 GIBIBYTE = 1 << 30
 WINDOWS = 8  # of text, of a frontier: with fewer, a bootstrap over windows has too little to draw
-NEXT = "Next: four times the --windows halve the intervals; regard convert makes a model of a row."
+NEXT = "Next: four times as many --windows halve the intervals; regard convert saves a row's model."
 
 
 @verb
@@ -192,7 +192,7 @@ def show(result: "Comparison | Frontier", console: Console, *, full: bool = True
         proof = result.proof
         figures = f": {proof.largest_difference:.1e} of {proof.tolerance:.1e}" if full else ""
         agree = f"within rounding{figures}" if proof.largest_difference else "to the last bit"
-        proved = f"; its logits agree {agree}."
+        proved = f"; logits are transformers' {agree}."
     say(console, f"{result.model}: {result.about}{proved}", bold=result.model)
     console.print()
     _print_table(result, full, console)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from regard.hf import Written
 
 COLUMNS = ("", "prompt, tokens/s", "first token, s", "text, tokens/s", "cache", "peak memory")
+CHAT = "--chat asks the model by its chat template; "
+NEXT = "--against transformers compares the speeds"
+SMALLER = "; --cache K8V4 saves memory"  # said of the default cache alone
 TOKENS = 9  # of a text in a round: the prompt, then eight steps
 ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
@@ -112,11 +115,14 @@ def generate(
         print_json([asdict(each) for each in runs])
         return
     _show("\n" if shown else f"{runs[0].text}\n\n")
-    show(runs, stdout())
+    show(
+        runs, stdout(), has_chat=not chat and bool(getattr(loaded.tokenizer, "chat_template", None))
+    )
 
 
-def show(runs: list["Written"], console: Console) -> None:
-    """Print the time and memory of each run, and how two compare."""
+def show(runs: list["Written"], console: Console, *, has_chat: bool = False) -> None:
+    """Print the time and memory of each run, and how two compare; with `has_chat`, that the model
+    has a chat template that was not used."""
     from regard.ops.explain import kernel_objection
 
     first = runs[0]
@@ -133,7 +139,7 @@ def show(runs: list["Written"], console: Console) -> None:
         say(console, f"fused did not run: {objection}.", style="dim")
     if len(runs) == 1:
         console.print()
-        say(console, "Next: --against transformers compares the speeds; --cache K8V4 saves memory.")
+        say(console, f"Next: {CHAT * has_chat}{NEXT}{SMALLER * (first.cache == 'auto')}.")
 
 
 def _cells(written: "Written") -> list[str]:

@@ -334,5 +334,6 @@ def _show_map(maps: "AttentionMaps", layer: int, head: int, console: Console) ->
     console.print(Text(map_text(maps, layer, head, width=console.width)), soft_wrap=True)
     last = maps.queries[-1]
     top = maps.top(layer, head, last, TOP)
-    keys = [f"{readable(token)} {weight:.0%}" for token, weight in top if weight >= LEAST]
-    say(console, f"{last} {readable(maps.tokens[last])} reads {', '.join(keys) or 'nothing'}")
+    keys = [f'"{readable(token)}" {weight:.0%}' for token, weight in top if weight >= LEAST]
+    said = ", ".join(keys) or "nothing"
+    say(console, f'Query {last}, "{readable(maps.tokens[last])}", reads {said}.')

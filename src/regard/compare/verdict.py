@@ -58,12 +58,17 @@ def _of_memory(
 
 
 def _costs(row: Row, shipped: Row, cache: str, reasons: Mapping[str, str]) -> str:
-    """Cache, perplexity and decode speed against the shipped row's, and why the speed differs."""
+    """Cache, perplexity and decode speed against the shipped row's, and why the speed differs; of a
+    perplexity that differs by chance perhaps, how much worse it may be."""
     size = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
     quality = _change(row.perplexity_ratio, "{} perplexity", "{} in perplexity")
     if row.decode_perplexity_ratio is not None:
         decoded = _change(row.decode_perplexity_ratio, "{}", "{}")
         quality += "" if quality.startswith(decoded) else f" ({decoded} token by token)"
+    ratios = (row.perplexity_ratio, row.decode_perplexity_ratio)
+    worst = max((each.high for each in ratios if each and not each.differs), default=1.0)
+    if worst > UNKNOWN:
+        quality += f" (up to {worst - 1:+.1%} is possible)"
     return f"{size} at {quality} and decodes {_speed(row.decode_speed, reasons.get(row.name))}"
 
 

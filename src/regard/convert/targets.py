@@ -121,6 +121,7 @@ def target_of(
         stored: of the shipped model, which its cache has; that of the layers if None.
 
     Raises:
+        TypeError: if `shipped` is a layer, and no list.
         ValueError: if `to` is none of these, or does not fit the model.
 
     Examples:
@@ -130,6 +131,8 @@ def target_of(
         >>> print(target_of("mla", [gqa], budget=0.5))  # 31 numbers and a position: 128 of 256
         mla:31 exact-rope
     """
+    if isinstance(shipped, Attention):
+        raise TypeError("shipped is a list of the model's layers; give [layer] for one")
     to = to.lower()
     named = re.fullmatch(r"(latent|deepseek|portable)-(\d+)", to)
     if named is not None:

@@ -165,7 +165,7 @@ class AttentionMaps:
         of = f"{counted(layers, 'layer')} of {counted(heads, 'head')}"
         chosen = len(self.layers) * len(self.heads)
         rows = counted(len(self.queries), "query", "queries")
-        kept = "no map" if not chosen else f"{counted(chosen, 'map')} of {rows}"
+        kept = "no map chosen" if not chosen else f"{counted(chosen, 'map')} of {rows}"
         return f"{of} over {counted(len(self.tokens), 'token')}; {kept}"
 
     def _repr_html_(self) -> str:

@@ -151,6 +151,19 @@ def test_other_weights_are_refused_and_the_pool_is_unchanged():
     assert pool.nbytes == before
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PagedCache(4096), r"pool is a PagePool, got 4096; PagedCache\(PagePool"),
+        (lambda: PagePool(8).prefix([1, 2], context="alice"), "context_of.* got 'alice'"),
+        (lambda: PagePool(8).store([1], PagedCache(PagePool(8)), context=CONTEXT), "a list"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(call, message):
+    with pytest.raises(TypeError, match=f"{message}|Type-check"):
+        call()
+
+
 def test_caches_of_another_pool_are_refused():
     pool, other = PagePool(100, 4), PagePool(100, 4)
     caches = caches_over(other)

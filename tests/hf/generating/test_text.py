@@ -177,7 +177,15 @@ def test_the_command_ends_with_a_table(folder, monkeypatch, capsys):
     assert text and size == "18 tokens of prompt, 8 tokens of text"
     *heads, figures = cost.splitlines()
     assert len(heads) == 2 and re.match(r"regard, auto cache +[\d,]+  ", figures)
-    assert backends.startswith("regard: prompt read on ") and step.startswith("Next: ")
+    assert backends.startswith("regard: prompt read on ")
+    assert step.startswith("Next: --chat asks the model by its chat template; --against")
+    assert step.endswith("--cache K8V4 saves memory.\n")
+
+
+def test_what_was_given_is_no_next_step(folder, monkeypatch, capsys):
+    options = ("--prompt", PROMPT, "--max-new-tokens", 2, "--chat", "--cache", "growing")
+    assert command(monkeypatch, folder, *options) == 0
+    assert capsys.readouterr().out.endswith("Next: --against transformers compares the speeds.\n")
 
 
 def test_the_first_calls_are_not_timed(loaded, monkeypatch):

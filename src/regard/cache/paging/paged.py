@@ -63,6 +63,7 @@ class PagedCache(Stored):
         rollback: tokens that `truncate` may remove besides, where there is a window.
 
     Raises:
+        TypeError: if `pool` is none.
         ValueError: if `window` is below 1 or `rollback` negative; by `update`, if the pool has too
             few pages left.
 
@@ -81,6 +82,8 @@ class PagedCache(Stored):
     """
 
     def __init__(self, pool: Pool, *, window: int | None = None, rollback: int = 0) -> None:
+        if not isinstance(pool, Pool):
+            raise TypeError(f"pool is a PagePool, got {pool!r}; PagedCache(PagePool(4096)), say")
         check_whole("rollback", rollback, least=0)
         if window is not None:
             check_whole("window", window, least=1)

@@ -167,8 +167,11 @@ class PagePool:
         """Let the pool belong to the model with these weights.
 
         Raises:
+            TypeError: if the context is none.
             ValueError: if it holds pages of another one.
         """
+        if not isinstance(context, Context):
+            raise TypeError(f"context is what context_of(model) returns, got {context!r}")
         with self.memory.lock:
             self.memory.settle()
             if self.memory.pages and self.weights not in (None, context.weights):
@@ -240,6 +243,8 @@ class PagePool:
         Raises:
             ValueError: if a cache is of another pool, there is no such row, or as `prefix`.
         """
+        if isinstance(caches, PagedCache):
+            raise TypeError("caches is a list with one cache for each layer; give [cache]")
         numbers = numbers_of(tokens)
         for index, cache in enumerate(caches):
             if not isinstance(cache, PagedCache) or cache.memory is not self.memory:

@@ -15,20 +15,20 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "layers -forms": (1600, 1992),  # queries scaled by position are a value of its own
     "layers/forms": (900, 900),  # layers of newer models, made of the functions of `layers`
     "rope": (850, 850),
-    "masks": (2000, 2002),
+    "masks": (2000, 2000),
     "cache -paging": (2400, 2406),
     "cache/paging": (2600, 3405),
-    "ops -backends -kernels": (3200, 3385),
+    "ops -backends -kernels": (3200, 3383),
     "ops/backends": (1700, 1714),
     "ops/kernels": (2900, 3336),
-    "hf": (4800, 7676),
+    "hf": (4800, 7673),
     "convert": (4600, 5105),
     "compare": (1100, 2232),
     "plan": (2600, 2718),
     "see": (2600, 2600),
     "distributed": (4800, 5557),
     "bench": (600, 714),
-    "cli": (2200, 2940),
+    "cli": (2200, 2937),
     VERIFY: (10_000, 10000),
     "sparse": (1480, 1481),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
 }

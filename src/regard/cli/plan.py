@@ -59,10 +59,7 @@ def plan(
     ] = 1.0,
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Whose times are listed: h100, another GPU, or `this`, your machine; may be "
-            "repeated."
-        ),
+        typer.Option(help="Whose times are listed: a GPU, as h100, or `this` machine; repeatable."),
     ] = None,
     dtype: Annotated[
         options.AnyDtype | None,

@@ -335,5 +335,5 @@ def _show_map(maps: "AttentionMaps", layer: int, head: int, console: Console) ->
     last = maps.queries[-1]
     top = maps.top(layer, head, last, TOP)
     keys = [f'"{readable(token)}" {weight:.0%}' for token, weight in top if weight >= LEAST]
-    said = ", ".join(keys) or "nothing"
-    say(console, f'Query {last}, "{readable(maps.tokens[last])}", reads {said}.')
+    said = f'Query {last}, "{readable(maps.tokens[last])}", reads'
+    say(console, f"{said} {', '.join(keys) or 'nothing'}.")

@@ -189,9 +189,7 @@ class Mask:
     __ror__ = __or__
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            "a mask is neither true nor false; combine masks with & | ~, not and/or/not"
-        )
+        raise TypeError("a mask is neither true nor false; combine masks with & | ~, not and, or")
 
 
 def checked(other: object) -> Mask:

@@ -103,9 +103,7 @@ def check_mask(mask: object) -> None:
             + POLARITIES
         )
     if isinstance(mask, type):
-        raise TypeError(
-            f"mask is an object, got the class {mask.__name__}; call it: mask={mask.__name__}(...)"
-        )
+        raise TypeError(f"mask is an object, got the class {mask.__name__}; call it")
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask is a Mask such as Causal() & Padding(valid), got {type(mask).__name__}; "

@@ -296,7 +296,7 @@ def test_attention_that_is_not_known_calls_regard_and_says_how_it_differs():
 def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="no attention module that regard knows"):
         regard.hf.install(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"got str; regard\.hf\.load\(path\) returns one"):
+    with pytest.raises(TypeError, match=r"as regard\.hf\.load returns, got str"):
         regard.hf.install("path/to/model")
 
 

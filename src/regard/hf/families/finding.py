@@ -30,10 +30,7 @@ def find(model: nn.Module) -> Found:
         TypeError: for what is no module, as the path of a model.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a transformers model, got {type(model).__name__}; regard.hf.load(path) "
-            "returns one, with its tokenizer"
-        )
+        raise TypeError(f"model is a module as regard.hf.load returns, got {type(model).__name__}")
     known = {name: module for name, module in model.named_modules() if family_of(module)}
     unknown: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from regard.plan import LayerShape, ModelShape
 
 NEXT = "Next: regard plan says what other attentions and caches cost, and what fits."
-COLUMNS = ("layers", "attention", "heads", "head size", "parameters", "cache, bytes")
+COLUMNS = ("layers", "attention", "heads", "head size", "parameters", "bytes a token")
 SHOWN = 5  # runs of layers that are listed, at most
 NUMBER = r"[^()\[\],]+"
 LONG_LIST = re.compile(rf"([(\[]{NUMBER}, {NUMBER})((?:, {NUMBER}){{4,}})([)\]])")

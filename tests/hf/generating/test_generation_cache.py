@@ -250,6 +250,7 @@ def test_the_model_of_a_cache_may_be_gone(tmp_path):
 def test_layers_that_are_alike_are_described_once():
     _, cache = filled("gemma3", "sliding")
     text = cache.describe()
+    assert repr(cache) == f"GenerationCache: {text}"  # not one text for each of 30 layers
     assert text.startswith("layers 0, 2: SlidingCache(5): 2 rows of 14 tokens")
     assert "\nlayers 1: KVCache(): 2 rows of 14 tokens" in text
     assert cache.nbytes == sum(each.nbytes for each in cache.caches)

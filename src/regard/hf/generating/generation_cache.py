@@ -110,6 +110,9 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
                 groups.setdefault(cache.describe(), []).append(index)
         return "\n".join(f"layers {ranges(each)}: {text}" for text, each in groups.items())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.describe()}"
+
     @property
     def is_linear(self) -> list[bool]:
         """Which layers have states and no keys, as transformers asks to choose masks."""

@@ -244,7 +244,7 @@ def test_what_is_not_known_is_left_alone_and_reported():
     }
     assert "  other: left alone: MultiheadAttention has no row" in str(report)
     assert "forward" not in vars(model.other)
-    with pytest.raises(ValueError, match=r"MultiheadAttention \(1 modules\); what is missing"):
+    with pytest.raises(ValueError, match=r"MultiheadAttention \(1 modules\); regard\.hf\.FAMILIES"):
         attention_modules(model)
 
 
@@ -253,7 +253,7 @@ def test_a_model_of_unknown_attention_is_refused_by_its_type():
     model = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
     with pytest.raises(ValueError, match=re.escape("(model_type 'bloom') has attention that")):
         regard.hf.install(model)
-    with pytest.raises(ValueError, match=re.escape("BloomAttention (2 modules); what is missing")):
+    with pytest.raises(ValueError, match=re.escape("BloomAttention (2 modules); regard.hf.")):
         regard.hf.install(model)
     with pytest.raises(ValueError, match="does not go through transformers' AttentionInterface"):
         regard.hf.install(model)

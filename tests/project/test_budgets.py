@@ -29,7 +29,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "distributed": (4800, 5557),
     "bench": (600, 714),
     "cli": (2200, 2937),
-    VERIFY: (10_000, 10000),
+    VERIFY: (10_000, 10_000),
     "sparse": (1480, 1481),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
 }
 

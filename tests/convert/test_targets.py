@@ -22,7 +22,7 @@ def shipped(**options):
     [
         ("mha", {}, Target("heads", num_kv_heads=8)),
         ("gqa:2", {}, Target("heads", num_kv_heads=2)),
-        ("GQA-2", {}, Target("heads", num_kv_heads=2)),  # as regard plan names it
+        ("GQA-2", {}, Target("heads", num_kv_heads=2)),  # as some write it
         ("mqa", {}, Target("heads", num_kv_heads=1)),
         ("mla:7", {}, Target("exact-rope", rank=7)),
         ("mla:7", {"form": "deepseek"}, Target("deepseek", rank=7, rope_dim=6)),
@@ -65,7 +65,7 @@ def test_rows_of_compare_are_targets_of_the_same_name():
     [
         ("mla:", {}, "is not one of mha, gqa:N"),
         ("gqa", {}, "is not one of .* did you mean 'gqa:2'?"),
-        ("mla-50", {}, "did you mean 'deepseek-50'?"),  # as regard plan names it
+        ("mla-50", {}, "did you mean 'deepseek-50'?"),  # as some write it
         ("joint latent", {}, "did you mean 'latent-50'?"),
         ("latent-75-int8", {}, "did you mean 'latent-75'?"),
         ("deepsek", {}, "did you mean 'deepseek-50'?"),

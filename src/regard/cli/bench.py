@@ -25,8 +25,8 @@ LEGEND = (
 
 @verb
 def bench(
-    num_heads: Annotated[int, size("Query heads.")] = 32,
-    num_kv_heads: Annotated[int, size("Key heads; divides the query heads.")] = 8,
+    num_heads: Annotated[int, size("Query heads.", "--num-heads", "--heads")] = 32,
+    num_kv_heads: Annotated[int, size("Key heads.", "--num-kv-heads", "--kv-heads")] = 8,
     head_dim: Annotated[int, size("Channels of a head.")] = 128,
     keys: Annotated[int, size("Tokens in the cache at most.")] = 4096,
     dtype: Annotated[

@@ -15,15 +15,15 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
 
 
-def size(text: str, least: int = 1) -> Any:
-    """The option of a whole number from `least` on; above `MOST` it is refused as a mistake."""
+def size(text: str, *names: str, least: int = 1) -> Any:
+    """The option of a number from `least` to `MOST`, named after its parameter or by `names`."""
 
     def check(value: int | None) -> int | None:
         if value is not None and value > MOST:
             raise typer.BadParameter(f"{value} is above {MOST:,}")
         return value
 
-    return typer.Option(min=least, help=text, callback=check)
+    return typer.Option(*names, min=least, help=text, callback=check)
 
 
 OptionalModel = Annotated[

@@ -24,11 +24,8 @@ from regard.words import one_of
 
 GIBIBYTE = 1 << 30
 TIMED = {"prefill": "visible_prefill_flops", "decode": "visible_decode_flops"}
-MEANT = {  # names that are often written: the attention that is meant
-    "mla": "deepseek-50",
-    "latent": "latent-50",
-    **{f"mla-{share}": f"deepseek-{share}" for share in SHARES},
-}
+ALSO = {f"mla-{share}": f"deepseek-{share}" for share in SHARES}  # other names that are taken
+MEANT = {"mla": "deepseek-50", "latent": "latent-50"}  # names that may be meant for these
 UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 
 
@@ -268,7 +265,7 @@ def _devices(keys: Sequence[str], dtype: str) -> dict[str, Device]:
 def _selected(found: Sequence[Choice], keys: Sequence[str]) -> list[Choice]:
     known = [choice.key for choice in found]
     meant = {name: key for name, key in MEANT.items() if key in known}
-    wanted = [one_of("attention", key, known, meant) for key in keys]
+    wanted = [one_of("attention", ALSO.get(key.lower(), key), known, meant) for key in keys]
     return [choice for choice in found if not keys or choice.key in wanted]
 
 

@@ -53,12 +53,7 @@ def _in_turns(
                 outs[layer].append(out)
             except SubjectError:
                 over.add(layer)
-    return [_joined(each, x) for each, x in zip(outs, inputs, strict=True)]
-
-
-def _joined(pieces: list[Tensor], x: Tensor) -> Tensor:
-    """The outputs one after the other; none if the first piece was refused."""
-    return torch.cat(pieces, 1) if pieces else x[:, :0]
+    return [torch.cat(each, 1) if each else x[:, :0] for each, x in zip(outs, inputs, strict=True)]
 
 
 def _another_layer(subject: Subject) -> nn.Module:
@@ -87,13 +82,13 @@ def _indices(module: nn.Module) -> dict[str, int]:
 LENGTH = 9
 
 
-def _whole(subject: Subject, trial: Trial, batch: int = 2) -> tuple[Tensor, Tensor]:
+def _whole(subject: Subject, trial: Trial) -> tuple[Tensor, Tensor]:
     """x, and its output without a cache."""
     if subject.stepper is None:
         fail("L=3 in pieces of [2, 1]", "", "an output", "an error", subject.inferred["cache"])
     if not subject.conventions.causal and not subject.has.mask:
         raise NotApplicable("it is not causal: with a cache it cannot give what it gives at once")
-    x = subject.tokens(batch, LENGTH, trial)
+    x = subject.tokens(2, LENGTH, trial)
     return x, at_once(subject, x)
 
 

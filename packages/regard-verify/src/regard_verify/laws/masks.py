@@ -48,11 +48,10 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
     for dtype in dtypes:
         try:
             attended = subject.attended(sizes, trial, raw=mask.to(dtype))
-        except SubjectError:
-            continue
-        try:
             free = subject.declared_padding(keep)
             same_visibility(f"{sizes}, a mask of {dtype}", expected | free, attended | free)
+        except SubjectError:
+            continue
         except Broken as broken:
             cause = f"a mask of {dtype} is neither obeyed nor refused. {broken.example.cause}"
             raise Broken(replace(broken.example, cause=cause)) from broken

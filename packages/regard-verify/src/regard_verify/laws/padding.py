@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
-from regard_verify.laws.cases import FOUR, causal_layer_call, random_mask, rows_alone
+from regard_verify.laws.cases import FOUR, random_mask, rows_alone
+from regard_verify.oracle import pattern
 from regard_verify.subject.subject import Call, Subject, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
@@ -133,7 +134,9 @@ def padding_side(subject: Subject, trial: Trial) -> None:
     real = subject.length(4)
     pad = subject.length(real + 3) - real
     x = subject.tokens(1, real, trial)
-    causal = causal_layer_call(subject, real) or {}
+    causal = subject.causal_options() or {}
+    if not subject.conventions.causal and subject.has.mask:
+        causal = {"keep": pattern(real, real, causal=True)[None, None]}
     alone = subject.run_layer(x, **causal).double()
     filler = subject.tokens(1, pad, trial)
     for side in ("right", "left"):

@@ -254,12 +254,7 @@ def _numbers(kinds: _Kinds) -> dict[int, float]:
 
 
 def _log_odds(
-    run: Run,
-    kinds: _Kinds,
-    channels: int,
-    opened: float,
-    keys: dict[int, float],
-    key: int,
+    run: Run, kinds: _Kinds, channels: int, opened: float, keys: dict[int, float], key: int
 ) -> Tensor:
     """For each query channel, the score of token AT with a key where that channel alone is 1."""
     base = torch.zeros(LENGTH, channels, dtype=torch.float32)

@@ -33,7 +33,7 @@ from regard_verify.subject.probe_functions import (
     summary,
 )
 from regard_verify.subject.probe_weights import probe_scores
-from regard_verify.subject.reach import ProjectedHeads, reach, reach_by_layout
+from regard_verify.subject.reach import ProjectedHeads, reach
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 
@@ -205,9 +205,7 @@ def _heads(
     layers = getattr(getattr(call.module, "config", None), "num_hidden_layers", 1)
     if isinstance(call.module, TransformersModel) and layers > 1 and subject.conventions.window:
         return None
-    found = reach(call, trial)
-    if found is None:
-        found = reach_by_layout(call, size_of(call.module, "heads"), trial)
+    found = reach(call, trial, size_of(call.module, "heads"))
     if found is None:
         return None
     heads, groups, dim, width = found.roles.sizes

@@ -76,9 +76,7 @@ class Roles:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """H, G, D and Dv."""
-        return (
-            len(self.queries), len(self.keys), len(self.queries[0]), len(self.values[0]),
-        )  # fmt: skip
+        return len(self.queries), len(self.keys), len(self.queries[0]), len(self.values[0])
 
 
 @dataclass

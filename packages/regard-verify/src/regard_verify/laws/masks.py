@@ -61,7 +61,6 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
 def mask_broadcast(subject: Subject, trial: Trial) -> None:
     """A mask means the same however it is broadcast, and each row of the batch has its own."""
     if subject.attend is None:
-        assert subject.layer is not None
         length = subject.length(4)
         x, keep = subject.tokens(4, length, trial), trial.rand(4, 1, 1, length) < 0.6
         keep[..., 0] = True

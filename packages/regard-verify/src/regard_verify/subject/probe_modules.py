@@ -11,7 +11,7 @@ from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.subject.adapters import Adapter, TransformersModel
 from regard_verify.subject.conventions import Conventions, pattern_length, probe_length
-from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
+from regard_verify.subject.mask_forms import MaskForm, forms
 from regard_verify.subject.modules import (
     ModuleCall,
     context_mask_of,
@@ -34,6 +34,7 @@ from regard_verify.subject.probe_functions import (
 )
 from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.reach import ProjectedHeads, reach
+from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 

@@ -16,8 +16,6 @@ from regard_verify.subject.conventions import Conventions, Kind
 from regard_verify.subject.mask_forms import NO_MASK, MaskForm
 from regard_verify.visibility import read_weights
 
-Attend = Callable[..., Tensor]
-
 
 class SubjectError(Exception):
     """The error for a subject that raised, or returned what is not attention; carries a sentence.
@@ -133,18 +131,18 @@ class Subject:
     conventions: Conventions
     thing: Any = None
     inferred: dict[str, str] = field(default_factory=dict)
-    attend: Attend | None = None
-    layer: Callable[..., Tensor] | None = None
+    attend: Any = None
+    layer: Any = None
     stepper: Any = None
-    module: nn.Module | None = None
+    module: Any = None
     form: MaskForm = NO_MASK
     layer_form: MaskForm = NO_MASK
     has: Abilities = field(default_factory=Abilities)
     fixed: dict[str, int] = field(default_factory=dict)
     sinks: Tensor | None = None
     notes: list[str] = field(default_factory=list)
-    reference: Callable[..., Any] | None = None
-    another: Callable[..., nn.Module] | None = None
+    reference: Any = None
+    another: Any = None
     switches: Mapping[str, bool] = field(default_factory=dict)
     forgot_super: str = ""
     total: float = 1.0
@@ -230,19 +228,19 @@ class Subject:
 
     def run(self, *given: Tensor, **options: Any) -> Tensor:
         """`attend`, without gradients and on copies, so that no call changes another's inputs."""
-        assert self.attend is not None
         with torch.no_grad():
-            return self.attend(*(x.clone() for x in given), **options)
+            out: Tensor = self.attend(*(x.clone() for x in given), **options)
+        return out
 
     def run_layer(self, x: Tensor, **options: Any) -> Tensor:
         """`layer`, without gradients and on a copy of x."""
-        assert self.layer is not None
         with torch.no_grad():
-            return self.layer(x.clone(), **options)
+            out: Tensor = self.layer(x.clone(), **options)
+        return out
 
     def layer_of(self, module: nn.Module) -> Callable[..., Tensor]:
         """`layer` with another module of the same kind in it."""
-        call: Any = copy.copy(self.layer)
+        call: Callable[..., Tensor] = copy.copy(self.layer)
         call.module = module
         return call
 

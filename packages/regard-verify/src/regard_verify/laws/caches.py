@@ -1,6 +1,8 @@
-"""Laws of layers with a cache: pieces against the whole sequence, drafts, bytes."""
+"""Laws of layers with a cache: pieces against the whole sequence, drafts, bytes, refused steps."""
 
 import copy
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -59,7 +61,6 @@ def _in_turns(
 def _another_layer(subject: Subject) -> nn.Module:
     """A second layer as in a model: built anew if that is possible, with the next layer index."""
     module = subject.module
-    assert module is not None
     indices = [value for each in module.modules() for value in _indices(each).values()]
     if isinstance(module, TransformersModel) or len(set(indices)) > 1:
         raise NotApplicable("it has several layers, which share a cache by their indices")
@@ -77,6 +78,56 @@ def _indices(module: nn.Module) -> dict[str, int]:
     """The attributes of a module that hold its index in a model."""
     given = {name: getattr(module, name, None) for name in INDICES}
     return {n: v for n, v in given.items() if isinstance(v, int) and not isinstance(v, bool)}
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {  # tokens that a layer refuses
+    "of another width": lambda x: torch.cat([x, x[..., :1]], -1),
+    "with a row too many": lambda x: torch.cat([x, x[:1]]),
+    "in float64": lambda x: x.double(),
+}
+
+
+@law("exact", "cache")
+def refused_step(subject: Subject, trial: Trial) -> None:
+    """A refused step leaves the cache as it was: the right token then gives its usual output."""
+    x = subject.tokens(2, 6, trial)
+    right = _two_more(subject.stepper, x)
+    assert right is not None
+    tries = {f"a token {name}": (change(x[:, 4:5]), 0) for name, change in WRONG.items()}
+    if subject.has.mask:
+        tries["a mask for 2 keys too many"] = (x[:, 4:5], 2)
+    outs = {mistake: _two_more(subject.stepper, x, *wrong) for mistake, wrong in tries.items()}
+    if all(got is None for got in outs.values()):
+        raise NotApplicable("none of the steps raises an error")
+    for mistake, got in outs.items():
+        if got is not None:
+            cause = "the step raised an error and has changed the cache: a retry is silently wrong"
+            label = f"B=2, 4 tokens, {mistake}, 2 tokens"
+            require(label, got, right[:, : got.shape[1]], tolerance(right), cause)
+
+
+def _two_more(
+    stepper: Steps, x: Tensor, wrong: Tensor | None = None, columns: int = 0
+) -> Tensor | None:
+    """The outputs of tokens 4 and 5 after a wrong step: fewer where the cache is refused then.
+
+    None if the step is not refused, or the cache is from then on. With a mask that is `columns` too
+    wide, errors of torch are accidents.
+    """
+    _, state = stepper.step(x[:, :4], stepper.new())
+    if wrong is not None:
+        try:
+            stepper.step(wrong, state, columns)
+            return None
+        except SubjectError as error:
+            if columns and not isinstance(error.__cause__, (ValueError, TypeError, AssertionError)):
+                return None
+    pieces: list[Tensor] = []
+    with suppress(SubjectError):
+        for token in x[:, 4:].split(1, 1):
+            out, state = stepper.step(token, state)
+            pieces.append(out)
+    return torch.cat(pieces, 1) if pieces else None
 
 
 LENGTH = 9

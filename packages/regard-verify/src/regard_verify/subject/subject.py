@@ -229,18 +229,16 @@ class Subject:
     def run(self, *given: Tensor, **options: Any) -> Tensor:
         """`attend`, without gradients and on copies, so that no call changes another's inputs."""
         with torch.no_grad():
-            out: Tensor = self.attend(*(x.clone() for x in given), **options)
-        return out
+            return self.attend(*(x.clone() for x in given), **options)
 
     def run_layer(self, x: Tensor, **options: Any) -> Tensor:
         """`layer`, without gradients and on a copy of x."""
         with torch.no_grad():
-            out: Tensor = self.layer(x.clone(), **options)
-        return out
+            return self.layer(x.clone(), **options)
 
     def layer_of(self, module: nn.Module) -> Callable[..., Tensor]:
         """`layer` with another module of the same kind in it."""
-        call: Callable[..., Tensor] = copy.copy(self.layer)
+        call: Any = copy.copy(self.layer)
         call.module = module
         return call
 

@@ -55,7 +55,7 @@ def test_an_error_behind_a_call_is_that_of_the_subject():
 
 def test_an_error_in_the_suite_is_a_defect_even_when_the_subject_called_it():
     error = raised(ends_in_an_own_error)
-    assert re.fullmatch(r"AssertionError.* \(subject/subject.py:\d+\)", own_error(error))
+    assert re.fullmatch(r"TypeError.* \(subject/subject.py:\d+\)", own_error(error))
     inside = raised(called, ends_in_an_own_error)
     assert own_error(inside.__cause__) == own_error(error)
 

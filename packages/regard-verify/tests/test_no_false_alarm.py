@@ -97,7 +97,7 @@ def test_regards_function():
 def test_regards_layers_with_our_caches(layer, cache):
     if cache == "sliding" and "window" not in layer:
         pytest.skip("a sliding cache needs a window")
-    laws = ["chunked_prefill", "decode_equals_full"]
+    laws = ["chunked_prefill", "decode_equals_full", "refused_step"]
     report = check(LAYERS[layer](), {"new_cache": f"subjects:{cache}"}, only=laws)
     keeps(report, least=len(laws))
 

@@ -20,6 +20,7 @@ from judged import JUDGED
 from regard_verify import LAWS, Counterexample, Outcome, Report, check
 from regard_verify.command import run
 from regard_verify.report.report import DECLARE
+from regard_verify.run.separate_process import forked
 
 FILE = Path(subjects.__file__)
 
@@ -30,6 +31,9 @@ def broken():
 
 
 def command(monkeypatch, *arguments):
+    """The exit code; the subject runs in a fork, though the tests have several threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(cli, "of_command", forked)
     monkeypatch.setattr("sys.argv", ["regard-verify", *map(str, arguments)])
     return run()
 
@@ -147,7 +151,7 @@ def test_a_pipe_gets_each_paragraph_as_one_line(monkeypatch, capsys):
 
 def test_a_partly_judged_subject_is_exit_code_3(monkeypatch, capsys):
     report = Report("x", outcomes=[Outcome("a", "passed", "", "")], unjudged="Declare heads.")
-    monkeypatch.setattr(cli, "check", lambda *given, **options: report)
+    monkeypatch.setattr(cli, "judge", lambda *given: report)
     assert command(monkeypatch, "x") == 3
     assert "Declare heads." in capsys.readouterr().out
 
@@ -228,6 +232,14 @@ def test_the_package_is_the_command_too():
     assert start(["-m", "regard_verify"], "--version").stdout.startswith("regard-verify ")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start a new Python")
+def test_the_command_imports_torch_once(tmp_path):
+    """The subject runs in a fork of the command, which has imported typer."""
+    (tmp_path / "mine.py").write_text("import sys\nraise OSError(f'{\"typer\" in sys.modules}')")
+    done = start(["-m", "regard_verify"], f"{tmp_path}/mine.py:x")
+    assert "OSError: True" in done.stdout, done.stderr
+
+
 def test_without_typer_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None\nimport runpy\n"
     done = start(["-c", f"{code}runpy.run_module('regard_verify', run_name='__main__')"])
@@ -259,7 +271,7 @@ def test_progress_is_a_line_in_a_pipe_from_time_to_time(monkeypatch, capsys):
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "check", lambda *given, **options: pytest.fail("checked"))
+    monkeypatch.setattr(cli, "judge", lambda *given: pytest.fail("judged"))
     assert command(monkeypatch, "x", "--html", tmp_path) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"regard-verify: {tmp_path} cannot be written: it is a folder; give a")

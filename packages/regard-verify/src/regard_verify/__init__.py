@@ -1,4 +1,4 @@
-"""A conformance suite for attention of any origin: 54 laws, checked from outside, by calls alone.
+"""A conformance suite for attention of any origin: 55 laws, checked from outside, by calls alone.
 
 `regard-verify my_attention.py:MultiHeadAttention` probes the conventions of an attention, checks
 every law that applies, and shows the smallest case that breaks one. Importing this package imports

@@ -3,6 +3,8 @@
 They are parsed before torch is imported. An error of the user is a sentence and exit code 2.
 """
 
+import gc
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -67,7 +69,11 @@ def verify(
     """
     if subject is None and not listed:
         raise typer.BadParameter("give PATH.py:NAME, or --list", param_hint="SUBJECT")
-    from regard_verify import terminal  # it brings torch
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: one thread can be forked
+    gc.disable()  # importing torch makes a million objects, none of which is garbage
+    from regard_verify import terminal
+
+    gc.enable()
 
     code = terminal.verify(
         subject, like=like or (), files={"html": html, "sarif": sarif, "badge": badge},

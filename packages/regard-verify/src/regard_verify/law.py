@@ -194,10 +194,8 @@ def worst(got: Tensor, expected: Tensor) -> tuple[tuple[int, ...], float]:
     error = (got.double() - expected.double()).abs()
     error = torch.where(error.isnan(), float("inf"), error)
     error = torch.where(got.isnan() & expected.isnan(), 0.0, error)
-    at = int(error.argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape)), float(
-        error.flatten()[at]
-    )
+    most = error.max()  # torch.unravel_index would import sympy: half a second
+    return tuple((error == most).nonzero()[0].tolist()), float(most)
 
 
 def tolerance(expected: Tensor, share: float = 1e-4) -> float:

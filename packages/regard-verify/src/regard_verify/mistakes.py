@@ -68,15 +68,10 @@ def mistakes(
     """Each mistake, and the output [B, H, L, D] that it gives for these heads before rotation."""
     square = plain.q.shape == plain.k.shape == plain.v.shape
     right = turned(plain, pairing, theta)
-    for sentence, mixed in BEFORE.items():
-        if square:
-            yield sentence, turned(mixed(plain), pairing, theta).out()
     if square:
-        viewed = turned(BEFORE[VIEWED](plain), pairing, theta)
-        yield (
-            "the heads are split and merged by a view without a transposition",
-            _merged(viewed.out()),
-        )
+        for sentence, mixed in BEFORE.items():
+            yield sentence, turned(mixed(plain), pairing, theta).out()
+        yield VIEWED_BACK, _merged(turned(BEFORE[VIEWED](plain), pairing, theta).out())
     for sentence, mistaken in AFTER.items():
         if square or sentence != KEYS_AS_VALUES:
             yield sentence, mistaken(right)
@@ -153,6 +148,7 @@ def halves_averaged(heads: Heads) -> Tensor:
 KEYS_AS_VALUES = "the rotated keys are used as values"  # which needs both of one shape
 LOW = -1e30  # a score that a mask sets, as code does that knows no infinity
 VIEWED = "the heads are split by a view without a transposition"
+VIEWED_BACK = "the heads are split and merged by a view without a transposition"
 _VIEWS = {  # the parts that are split by a view
     VIEWED: "qkv",
     "the queries are split by a view without a transposition": "q",
@@ -218,7 +214,4 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the output is divided by the number of keys": lambda heads: heads.out() / heads.k.shape[2],
 }
 AVERAGED = "the parts of two ranks are averaged, and not merged by their sums of exponentials"
-SENTENCES = (
-    AVERAGED, *BEFORE, "the heads are split and merged by a view without a transposition", *AFTER,
-    *ROTATIONS,
-)  # fmt: skip
+SENTENCES = (AVERAGED, *BEFORE, VIEWED_BACK, *AFTER, *ROTATIONS)

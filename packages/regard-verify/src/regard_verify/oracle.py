@@ -132,11 +132,11 @@ def pattern(
     return visible
 
 
-def bound(right: Reference, v: Tensor, dtype: torch.dtype, factor: float = 4.0) -> float:
-    """The error that rounding explains: `factor` u vmax (1 + S), u the unit roundoff of `dtype`."""
+def bound(right: Reference, v: Tensor, dtype: torch.dtype) -> float:
+    """The error that rounding explains: 4 u vmax (1 + S), u the unit roundoff of `dtype`."""
     u = torch.finfo(dtype).eps / 2
     vmax = float(v.detach().abs().max()) if v.numel() else 0.0
-    return factor * u * vmax * (1 + right.largest)
+    return 4.0 * u * vmax * (1 + right.largest)
 
 
 def wrong_scales(dim: int, width: int, keys: int) -> dict[str, float]:

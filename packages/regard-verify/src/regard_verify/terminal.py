@@ -14,7 +14,9 @@ from rich.console import Console
 from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
 from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status, count_of
-from regard_verify.run.check import check
+from regard_verify.run.check import judge
+from regard_verify.run.in_process import Request
+from regard_verify.run.separate_process import of_command
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.writing import (
     UNWRAPPED,
@@ -57,20 +59,13 @@ PAUSE = 10.0  # seconds between two lines of progress
 
 
 def verify(
-    subject: str | None,
-    *,
-    like: Sequence[str],
-    files: Mapping[str, Path | None],
-    as_json: bool,
-    annotate: bool,
-    every_law: bool,
-    listed: bool,
-    **options: Any,
-) -> int:
+    subject: str | None, *, like: Sequence[str], files: Mapping[str, Path | None], as_json: bool,
+    annotate: bool, every_law: bool, listed: bool, **options: Any,
+) -> int:  # fmt: skip
     """Check the laws, and print for people or programs; returns the exit code.
 
-    `options` are arguments of `check`; the others are those of the command. `files` are written in
-    the form that their names say.
+    `options` are those of `Request`, the others those of the command. `files` are written in the
+    form that their names say.
     """
     console = console_of()
     if subject is None or listed:
@@ -80,7 +75,7 @@ def verify(
     asked = {form: path for form, path in files.items() if path is not None}
     for path in asked.values():
         check_can_write(path)
-    report = check(subject, conventions_of(like), progress=progress(), **options)
+    report = judge(Request(subject, conventions_of(like), **options), progress(), of_command)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:

@@ -126,15 +126,9 @@ def differs(shape: object, expected: Tensor, actual: Tensor) -> Counterexample:
     """The counter-example of two visibilities [L, S] that are not the same."""
     i, j = (int(x) for x in (expected != actual).nonzero()[0])
     words = {True: "visible", False: "hidden"}
-    return Counterexample(
-        str(shape),
-        f"query {i}, key {j}",
-        words[bool(expected[i, j])],
-        words[bool(actual[i, j])],
-        explain(expected, actual),
-        expected.tolist(),
-        actual.tolist(),
-    )
+    right, got = words[bool(expected[i, j])], words[bool(actual[i, j])]
+    cause, grids = explain(expected, actual), (expected.tolist(), actual.tolist())
+    return Counterexample(str(shape), f"query {i}, key {j}", right, got, cause, *grids)
 
 
 def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str, Any], str]:

@@ -33,14 +33,9 @@ def printable(text: str) -> str:
 
 
 def say(
-    console: Console,
-    sentence: str,
-    *,
-    style: str = "",
-    bold: str = "",
-    colour: str = "",
+    console: Console, sentence: str, *, style: str = "", bold: str = "", colour: str = "",
     indent: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Print a sentence, wrapped between words; `bold` is its beginning, printed so, in a colour."""
     lines = textwrap.wrap(
         printable(sentence), console.width, initial_indent=" " * indent,

@@ -254,6 +254,50 @@ class Global(Block):
         return k, v
 
 
+# --- steps that fail
+
+
+class CountsAhead(Block):
+    """Learned positions; the count moves before anything can go wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.wpe = nn.Embedding(64, 32)
+        self.reset_cache()
+
+    def reset_cache(self):
+        self.k = self.v = None
+        self.pos = 0
+
+    def forward(self, x, use_cache=False):
+        start = self.pos if use_cache else 0
+        if use_cache:
+            self.pos += x.size(1)
+        x = x + self.wpe(torch.arange(start, start + x.size(1)))
+        return super().forward(x, self if use_cache else None)
+
+    def remember(self, cache, k, v):
+        if cache is None:
+            return k, v
+        if self.k is not None:
+            k, v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+        self.k, self.v = k, v
+        return k, v
+
+
+class MaskLooksLate(OwnedBlock):
+    """The mask is looked at when the cache has grown already."""
+
+    def forward(self, x, mask=None, cache=None):
+        q, k, v = (self.heads(p(x)) for p in (self.to_q, self.to_k, self.to_v))
+        k, v = self.remember(cache, k, v)
+        if mask is not None and mask.shape[-2:] != (q.size(2), k.size(2)):
+            raise ValueError(f"mask is {tuple(mask.shape)} for {q.size(2)} x {k.size(2)} tokens")
+        seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
+        seen = seen if mask is None else seen & mask
+        return self.to_out(self.attend(q, k, v, seen).transpose(1, 2).flatten(2))
+
+
 # --- right
 
 
@@ -309,4 +353,7 @@ MUTANTS = [
           new_cache="IndexForgotten"),
     block("a cache of the class", Global, "one_past_two_layers", cache_style="internal",
           cache=None),
+    block("tokens counted before they are projected", CountsAhead, "refused_step"),
+    block("a mask refused after the cache has grown", MaskLooksLate, "refused_step",
+          new_cache="Owned"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,30 +10,53 @@ import pytest
 import subjects
 from full_disk import files_of_at_most
 from regard_verify import check
+from regard_verify.run.check import judge
+from regard_verify.run.in_process import Request
+from regard_verify.run.separate_process import forked, new_python, of_command
+from regard_verify.subject.conventions import conventions_from
 
 FILE = Path(subjects.__file__)
 FEW = ["oracle_forward", "convexity", "no_alias"]
 
 
-def report_on(name, like=None, *, only=FEW, **options):
-    return check(f"{FILE}:{name}", like, only=only, **options)
+def report_on(name, like=None, *, only=FEW, start=forked, quick=False, progress=None, **limits):
+    like = conventions_from(like or {})
+    request = Request(f"{FILE}:{name}", like, only, quick, 0, **limits)
+    return judge(request, progress or (lambda *given: None), start)
 
 
 def statuses(report):
     return {each.law: each.status for each in report.outcomes}
 
 
-def test_the_output_of_the_subject_is_not_shown(capfd):
-    report = report_on("prints")
+STARTS = pytest.mark.parametrize("start", [forked, new_python])
+
+
+@STARTS
+def test_the_output_of_the_subject_is_not_shown(capfd, start):
+    report = report_on("prints", start=start)
     assert statuses(report) == dict.fromkeys(FEW, "passed")
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_separate_process_gives_the_same_report():
-    there = report_on("Tutorial", quick=True, only=None)
+@STARTS
+def test_the_separate_process_gives_the_same_report(start):
+    there = report_on("Tutorial", quick=True, only=None, start=start)
     here = check(subjects.Tutorial, quick=True)
     assert statuses(there) == statuses(here)
     assert [each.example for each in there.outcomes] == [each.example for each in here.outcomes]
+
+
+def test_a_process_with_several_threads_starts_a_new_python(tmp_path):
+    done = threading.Event()
+    waiting = threading.Thread(target=done.wait)
+    waiting.start()
+    process = of_command(Request(f"{FILE}:right", conventions_from({}), FEW, True, 0), tmp_path)
+    done.set()
+    waiting.join()
+    process.kill()
+    process.wait()
+    assert isinstance(process.kill.__self__, subprocess.Popen)
 
 
 def test_a_crash_is_the_outcome_of_the_current_law():
@@ -48,12 +72,12 @@ def test_a_crash_is_the_outcome_of_the_current_law():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        pytest.param("spins_on_long_ones", "3 s of processor time", marks=pytest.mark.long),
-        ("hangs_on_long_ones", "within 12 s"),
+        pytest.param("spins_on_long_ones", "1.5 s of processor time", marks=pytest.mark.long),
+        ("hangs_on_long_ones", "within 6 s"),
     ],
 )
 def test_a_law_that_does_not_come_back_is_undecided(name, told):
-    report = report_on(name, limit=3.0)
+    report = report_on(name, limit=1.5)
     assert statuses(report) == {
         "oracle_forward": "undecided",
         "convexity": "passed",
@@ -105,9 +129,9 @@ def test_a_subject_of_declared_layout_that_uses_up_memory_in_every_call_is_broke
 
 
 def test_a_hang_before_the_first_law(monkeypatch):
-    monkeypatch.setattr("regard_verify.run.separate_process.LOADING", 6.0)
+    monkeypatch.setattr("regard_verify.run.separate_process.LOADING", 2.0)
     report = report_on("hangs")
-    assert "it did not come back within 6 s" in report.problem
+    assert "it did not come back within 2 s" in report.problem
 
 
 def test_a_full_disk_is_no_mistake_of_the_subject():

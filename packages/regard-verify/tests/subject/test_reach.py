@@ -10,13 +10,7 @@ from torch import nn
 import projecting
 from projecting import DIM, HEADS, call_of, definition, trial
 from regard_verify.subject.channels import find_roles
-from regard_verify.subject.reach import (
-    find_attention,
-    reach,
-    reach_by_layout,
-    replays,
-    run_channels,
-)
+from regard_verify.subject.reach import find_attention, reach, replays, run_channels
 
 AXES = list(itertools.permutations(("part", "head", "dim")))
 SHAPES = {
@@ -148,7 +142,6 @@ class NoWeights(nn.Module):
 @pytest.mark.parametrize("module", [NoAttention, NoWeights])
 def test_a_module_without_heads_has_none(module):
     assert reach(call_of(module()), trial()) is None
-    assert reach_by_layout(call_of(module()), None, trial()) is None
 
 
 class Counted(projecting.Layer):
@@ -201,9 +194,9 @@ class Viewed(projecting.Layer):
 
 
 def test_a_mistake_that_mixes_tokens_is_reached_by_its_layout():
-    call = call_of(Viewed())
-    assert reach(call, trial()) is None
-    found = reach_by_layout(call, HEADS, trial())
+    attention = find_attention(call_of(Viewed()), trial())
+    assert find_roles(lambda x: run_channels(attention, x), 45, trial()) is None
+    found = reach(attention.call, trial(), HEADS)
     assert found.roles.queries == [list(range(5 * h, 5 * h + 5)) for h in range(3)]
     q, k, v = heads_of(found)
     viewed = [x.transpose(1, 2).reshape(2, HEADS, 4, DIM) for x in (q, k, v)]

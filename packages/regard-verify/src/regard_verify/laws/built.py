@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +93,6 @@ def _run(subject: Subject, twin: nn.Module, given: dict[str, Tensor]) -> Tensor:
         if subject.module is not None:
             return subject.layer_of(twin)(ours.pop("x"), **ours)
         q, k, v = (ours.pop(name) for name in "qkv")
-        call: Any = copy.copy(subject.attend)
+        call = copy.copy(subject.attend)
         call.target = twin
         return call(q, k, v, **ours)

@@ -1,6 +1,8 @@
-"""Laws of layers with a cache: pieces against the whole sequence, drafts, bytes."""
+"""Laws of layers with a cache: pieces against the whole sequence, drafts, bytes, refused steps."""
 
 import copy
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -53,18 +55,12 @@ def _in_turns(
                 outs[layer].append(out)
             except SubjectError:
                 over.add(layer)
-    return [_joined(each, x) for each, x in zip(outs, inputs, strict=True)]
-
-
-def _joined(pieces: list[Tensor], x: Tensor) -> Tensor:
-    """The outputs one after the other; none if the first piece was refused."""
-    return torch.cat(pieces, 1) if pieces else x[:, :0]
+    return [torch.cat(each, 1) if each else x[:, :0] for each, x in zip(outs, inputs, strict=True)]
 
 
 def _another_layer(subject: Subject) -> nn.Module:
     """A second layer as in a model: built anew if that is possible, with the next layer index."""
     module = subject.module
-    assert module is not None
     indices = [value for each in module.modules() for value in _indices(each).values()]
     if isinstance(module, TransformersModel) or len(set(indices)) > 1:
         raise NotApplicable("it has several layers, which share a cache by their indices")
@@ -84,16 +80,66 @@ def _indices(module: nn.Module) -> dict[str, int]:
     return {n: v for n, v in given.items() if isinstance(v, int) and not isinstance(v, bool)}
 
 
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {  # tokens that a layer refuses
+    "of another width": lambda x: torch.cat([x, x[..., :1]], -1),
+    "with a row too many": lambda x: torch.cat([x, x[:1]]),
+    "in float64": lambda x: x.double(),
+}
+
+
+@law("exact", "cache")
+def refused_step(subject: Subject, trial: Trial) -> None:
+    """A refused step leaves the cache as it was: the right token then gives its usual output."""
+    x = subject.tokens(2, 6, trial)
+    right = _two_more(subject.stepper, x)
+    assert right is not None
+    tries = {f"a token {name}": (change(x[:, 4:5]), 0) for name, change in WRONG.items()}
+    if subject.has.mask:
+        tries["a mask for 2 keys too many"] = (x[:, 4:5], 2)
+    outs = {mistake: _two_more(subject.stepper, x, *wrong) for mistake, wrong in tries.items()}
+    if all(got is None for got in outs.values()):
+        raise NotApplicable("none of the steps raises an error")
+    for mistake, got in outs.items():
+        if got is not None:
+            cause = "the step raised an error and has changed the cache: a retry is silently wrong"
+            label = f"B=2, 4 tokens, {mistake}, 2 tokens"
+            require(label, got, right[:, : got.shape[1]], tolerance(right), cause)
+
+
+def _two_more(
+    stepper: Steps, x: Tensor, wrong: Tensor | None = None, columns: int = 0
+) -> Tensor | None:
+    """The outputs of tokens 4 and 5 after a wrong step: fewer where the cache is refused then.
+
+    None if the step is not refused, or the cache is from then on. With a mask that is `columns` too
+    wide, errors of torch are accidents.
+    """
+    _, state = stepper.step(x[:, :4], stepper.new())
+    if wrong is not None:
+        try:
+            stepper.step(wrong, state, columns)
+            return None
+        except SubjectError as error:
+            if columns and not isinstance(error.__cause__, (ValueError, TypeError, AssertionError)):
+                return None
+    pieces: list[Tensor] = []
+    with suppress(SubjectError):
+        for token in x[:, 4:].split(1, 1):
+            out, state = stepper.step(token, state)
+            pieces.append(out)
+    return torch.cat(pieces, 1) if pieces else None
+
+
 LENGTH = 9
 
 
-def _whole(subject: Subject, trial: Trial, batch: int = 2) -> tuple[Tensor, Tensor]:
+def _whole(subject: Subject, trial: Trial) -> tuple[Tensor, Tensor]:
     """x, and its output without a cache."""
     if subject.stepper is None:
         fail("L=3 in pieces of [2, 1]", "", "an output", "an error", subject.inferred["cache"])
     if not subject.conventions.causal and not subject.has.mask:
         raise NotApplicable("it is not causal: with a cache it cannot give what it gives at once")
-    x = subject.tokens(batch, LENGTH, trial)
+    x = subject.tokens(2, LENGTH, trial)
     return x, at_once(subject, x)
 
 

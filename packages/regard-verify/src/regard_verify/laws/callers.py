@@ -4,7 +4,6 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -133,7 +132,6 @@ def _calls_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Call, Ca
         if subject.has.softcap and subject.module is None:
             cases.append((f"{sizes}, softcap 20", {"softcap": 20.0}))
         for label, options in cases:
-            assert half.attend is not None
             run, other = partial(subject.attend, **options), partial(half.attend, **options)
             found.append((label, run, other, heads))
     if subject.layer is not None:
@@ -148,21 +146,20 @@ def _calls_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Call, Ca
         yield Call(label, run, whole), Call(label, other, rounded)
 
 
-def _in_half(subject: Subject) -> Subject:
+def _in_half(subject: Subject) -> Any:
     """The subject with its weights in bfloat16; itself, if it has none."""
     if subject.module is None:
         return subject
-    attend: Any
-    layer: Any
+    half: Any = copy.copy(subject)
     try:
-        attend, layer = copy.deepcopy((subject.attend, subject.layer))
-        layer.module.bfloat16()
-        if attend is not None:
-            attend.call.module.bfloat16()
+        half.attend, half.layer = copy.deepcopy((subject.attend, subject.layer))
+        half.layer.module.bfloat16()
+        if half.attend is not None:
+            half.attend.call.module.bfloat16()
     except Exception as error:
         raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
-    stepper = None if subject.stepper is None else subject.stepper.of(layer.module)
-    return replace(subject, attend=attend, layer=layer, stepper=stepper)
+    half.stepper = subject.stepper and subject.stepper.of(half.layer.module)
+    return half
 
 
 @law("exact", "heads|layer")

@@ -50,13 +50,13 @@ def on_sizes(
     smallest(sizes_for(subject, trial, most=most), attempt)
 
 
-def random_mask(subject: Subject, sizes: Sizes, trial: Trial, share: float = 0.6) -> Tensor:
+def random_mask(subject: Subject, sizes: Sizes, trial: Trial) -> Tensor:
     """A random mask [B, 1, L, S] that the subject's form can express.
 
     It fully masks no query, except those that the subject's own pattern masks.
     """
     own = subject.visible(sizes.L, sizes.S)
-    keep = trial.rand(sizes.B, 1, sizes.L, sizes.S) < share
+    keep = trial.rand(sizes.B, 1, sizes.L, sizes.S) < 0.6
     shape = subject.form.shape
     if shape == "LS":
         keep = keep[:1].expand(sizes.B, -1, -1, -1).clone()
@@ -92,7 +92,7 @@ def calls_on_heads(subject: Subject, trial: Trial) -> list[Call]:
     return found
 
 
-def calls_on_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> list[Call]:
+def calls_on_tokens(subject: Subject, trial: Trial) -> list[Call]:
     """Calls of a layer: on the whole sequence, with a mask, and in pieces with a cache."""
     if subject.layer is None:
         return []
@@ -104,7 +104,7 @@ def calls_on_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> l
         length = subject.length(17)
         keep = pattern(length, length, causal=True)[None, None]
         found.append(Call("B=2 L=17, a mask", partial(subject.layer, keep=keep), given))
-    if pieces and subject.stepper is not None:
+    if subject.stepper is not None:
         cut = partial(in_steps, subject, cuts=[13, 3, 1])
         found.append(Call("B=2 L=17 in pieces of [13, 3, 1]", cut, given))
     return found
@@ -135,13 +135,6 @@ def causal_call(subject: Subject, queries: int, keys: int) -> dict[str, Any] | N
     if options is None and subject.has.mask:
         return {"keep": pattern(queries, keys, causal=True)[None, None]}
     return options
-
-
-def causal_layer_call(subject: Subject, length: int) -> dict[str, Any] | None:
-    """The same for the call on tokens."""
-    if not subject.conventions.causal and subject.has.mask:
-        return {"keep": pattern(length, length, causal=True)[None, None]}
-    return subject.causal_options()
 
 
 def attending(

@@ -275,7 +275,6 @@ def _heads_in(subject: Subject, trial: Trial, dtype: torch.dtype, peak: float) -
         return
     sizes = subject.fit(Sizes(1, 4, 2, 33, 65, 16, 16))
     q, k, v = subject.inputs(sizes, trial, dtype=dtype, peak=peak)
-    assert subject.attend is not None
     out = _unless_refused(subject, Call("", subject.attend, {"q": q, "k": k, "v": v}), dtype)
     if out is None:
         return

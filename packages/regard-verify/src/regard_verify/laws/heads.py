@@ -56,11 +56,7 @@ def named_heads(subject: Subject, trial: Trial) -> None:
              f"the projection {copied!r} makes the queries of several heads")  # fmt: skip
     found = attend.named_roles()
     letters = {name: _letter(name) for name in found}
-    if set(found.values()) != set(WORDS) or sorted(x or "" for x in letters.values()) != [
-        "k",
-        "q",
-        "v",
-    ]:
+    if set(found.values()) != set(WORDS) or sorted(map(str, letters.values())) != list("kqv"):
         return
     for name, letter in letters.items():
         assert letter is not None

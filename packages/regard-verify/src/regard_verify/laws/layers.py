@@ -8,7 +8,7 @@ import torch
 from regard_verify.law import NotApplicable, Trial, fail, law, require, tolerance, worst
 from regard_verify.laws.cases import ODD
 from regard_verify.subject.caches import storage_bytes
-from regard_verify.subject.mask_forms import parameters_of
+from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError, called
 
 SWITCHES: dict[str, tuple[Any, Any]] = {  # by name: the values for expanded and for absorbed
@@ -62,7 +62,6 @@ def cross_attention(subject: Subject, trial: Trial) -> None:
 def state_dict(subject: Subject, trial: Trial) -> None:
     """The state dict, loaded into a copy with other weights, makes the same layer."""
     module = subject.module
-    assert module is not None
     try:
         twin = copy.deepcopy(module)
     except Exception as error:
@@ -84,7 +83,6 @@ def state_dict(subject: Subject, trial: Trial) -> None:
 @law("bounded", "reference")
 def reference_parity(subject: Subject, trial: Trial) -> None:
     """The output is that of the declared reference."""
-    assert subject.reference is not None
     on_tokens = subject.layer is not None
     sizes = subject.fit(ODD)
     given = (subject.tokens(2, 6, trial),) if on_tokens else subject.inputs(sizes, trial)
@@ -113,7 +111,6 @@ def memory_law(subject: Subject, trial: Trial) -> None:
 def train_eval_agree(subject: Subject, trial: Trial) -> None:
     """Without dropout, train mode and eval mode give the same output."""
     module = subject.module
-    assert module is not None
     if subject.has.dropout:
         raise NotApplicable("it has dropout in train mode")
     call = subject.calls(ODD, trial)[-1]

@@ -48,11 +48,10 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
     for dtype in dtypes:
         try:
             attended = subject.attended(sizes, trial, raw=mask.to(dtype))
-        except SubjectError:
-            continue
-        try:
             free = subject.declared_padding(keep)
             same_visibility(f"{sizes}, a mask of {dtype}", expected | free, attended | free)
+        except SubjectError:
+            continue
         except Broken as broken:
             cause = f"a mask of {dtype} is neither obeyed nor refused. {broken.example.cause}"
             raise Broken(replace(broken.example, cause=cause)) from broken
@@ -62,7 +61,6 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
 def mask_broadcast(subject: Subject, trial: Trial) -> None:
     """A mask means the same however it is broadcast, and each row of the batch has its own."""
     if subject.attend is None:
-        assert subject.layer is not None
         length = subject.length(4)
         x, keep = subject.tokens(4, length, trial), trial.rand(4, 1, 1, length) < 0.6
         keep[..., 0] = True

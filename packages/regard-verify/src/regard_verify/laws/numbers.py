@@ -197,7 +197,6 @@ def _right_gradients(
     attends = attending(subject, sizes, **options)
     push = trial.randn(sizes.B, sizes.H, sizes.L, sizes.V) * attends
     ours = [x.clone().requires_grad_() for x in given]
-    assert subject.attend is not None
     out = subject.attend(*ours, **options)
     got = _gradients(out, push.to(out.dtype), ours)
     theirs = [x.double().requires_grad_() for x in given]

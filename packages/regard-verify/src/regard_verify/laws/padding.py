@@ -1,12 +1,11 @@
 """Laws of fully masked queries, of padding, and of rows of the batch."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
-from regard_verify.laws.cases import FOUR, causal_layer_call, random_mask, rows_alone
+from regard_verify.laws.cases import FOUR, random_mask, rows_alone
+from regard_verify.oracle import pattern
 from regard_verify.subject.subject import Call, Subject, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
@@ -60,7 +59,6 @@ def _fully_masked_row(subject: Subject, trial: Trial) -> None:
 @law("exact", "mask|padding", "heads")
 def fully_masked_backward(subject: Subject, trial: Trial) -> None:
     """With a fully masked query all gradients are finite, and that query's gradient is 0."""
-    assert subject.attend is not None
     sizes = subject.fit(SOME)
     keep, masked = _masking_queries(subject, sizes)
     given = [x.requires_grad_() for x in subject.inputs(sizes, trial)]
@@ -133,7 +131,9 @@ def padding_side(subject: Subject, trial: Trial) -> None:
     real = subject.length(4)
     pad = subject.length(real + 3) - real
     x = subject.tokens(1, real, trial)
-    causal = causal_layer_call(subject, real) or {}
+    causal = subject.causal_options() or {}
+    if not subject.conventions.causal and subject.has.mask:
+        causal = {"keep": pattern(real, real, causal=True)[None, None]}
     alone = subject.run_layer(x, **causal).double()
     filler = subject.tokens(1, pad, trial)
     for side in ("right", "left"):
@@ -154,11 +154,10 @@ def padding_side(subject: Subject, trial: Trial) -> None:
 @law("bounded", "documents")
 def documents_apart(subject: Subject, trial: Trial) -> None:
     """Documents that are packed in one row give the outputs that each document gives alone."""
-    call: Any = subject.layer
     lengths = [subject.length(each) for each in (3, 4)]
     ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))[None]
     given = ids
-    if call.names["documents"].startswith("cu_"):
+    if subject.layer.names["documents"].startswith("cu_"):
         given = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
     x = subject.tokens(1, sum(lengths), trial)
     got = subject.run_layer(x, documents=given)

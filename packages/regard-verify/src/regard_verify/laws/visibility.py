@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
-from regard_verify.laws.cases import causal_call, causal_layer_call, random_mask, sizes_for
+from regard_verify.laws.cases import causal_call, random_mask, sizes_for
 from regard_verify.subject.conventions import pattern_length
 from regard_verify.subject.subject import Call, Subject, SubjectError
 from regard_verify.visibility import differs, read_dependence
@@ -81,13 +81,13 @@ def causality_exact(subject: Subject, trial: Trial) -> None:
 def _causal_calls(subject: Subject, trial: Trial, batch: int, length: int) -> list[Call]:
     found = []
     options = causal_call(subject, length, length)
-    if subject.attend is not None and options is not None:
+    if options is None:
+        return []
+    if subject.attend is not None:
         sizes = subject.fit(Sizes(batch, 1, 1, length, length, 4, 4))
         heads = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
         found.append(Call(str(sizes), partial(subject.attend, **options), heads))
-    options = subject.causal_options()
-    options = causal_layer_call(subject, length) if options is None else options
-    if subject.layer is not None and options is not None:
+    if subject.layer is not None:
         x = subject.tokens(batch, length, trial)
         found.append(Call(f"B={batch} L={length}", partial(subject.layer, **options), {"x": x}))
     return found

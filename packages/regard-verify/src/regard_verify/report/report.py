@@ -268,14 +268,9 @@ def outcome_from(given: Mapping[str, Any]) -> Outcome:
 
 
 def outcome(
-    law: Law,
-    status: Status,
-    *,
-    reason: str = "",
-    example: Counterexample | None = None,
-    seconds: float = 0.0,
+    law: Law, status: Status, *, reason: str = "", example: Counterexample | None = None
 ) -> Outcome:
     """The outcome of a law; a broken recommendation is advice."""
     if status == "failed" and law.advised:
         status = "advice"
-    return Outcome(law.name, status, law.statement, law.kind, reason, example, seconds)
+    return Outcome(law.name, status, law.statement, law.kind, reason, example)

@@ -23,7 +23,7 @@ _RUNS = (  # the same code run in another way, or in another dtype
     "autocast_dtype", "default_dtype", "compile_agree",
     "compile_count", "dropout_stats", "dropout_in_eval", "reference_parity", "mla_absorbed",
 )  # fmt: skip
-_STEPS = ("decode_equals_full", "chunked_prefill", "one_past_two_layers")
+_STEPS = ("decode_equals_full", "chunked_prefill", "refused_step", "one_past_two_layers")
 _VALUES = ("oracle_forward", "options_obeyed", "padding_side", "score_shift", "cross_attention",
            *_GRADIENTS, *_RUNS, *_STEPS)  # fmt: skip
 _MASKED = (

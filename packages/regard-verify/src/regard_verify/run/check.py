@@ -9,7 +9,7 @@ from regard_verify.laws import LAWS
 from regard_verify.report.report import Report
 from regard_verify.run.causes import settled
 from regard_verify.run.in_process import Progress, Request, Run, events
-from regard_verify.run.separate_process import run_separately
+from regard_verify.run.separate_process import Start, new_python, run_separately
 from regard_verify.subject.conventions import Conventions, conventions_from
 
 REFERENCE = (  # what to declare where the definition cannot be asked
@@ -61,14 +61,20 @@ def check(
         D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
     """
     own = like if isinstance(like, Conventions) else conventions_from(like or {})
+    request = Request(subject, own, only, quick, seed, memory=memory, limit=limit)
+    return judge(request, progress, new_python)
+
+
+def judge(request: Request, progress: Progress, start: Start) -> Report:
+    """The report on a request; `start` begins the process of a named subject."""
+    subject, only, began = request.subject, request.only, time.perf_counter()
     for each in only or ():
         if each not in LAWS:
             raise ValueError(f"no law is called {each!r}; see regard-verify --list")
-    declared, start = own.declared(), time.perf_counter()
+    declared = request.conventions.declared()
     name = str(getattr(subject, "__name__", type(subject).__name__))
     name = subject if isinstance(subject, str) else name
-    run = Run(Report(name, declared=declared, seed=seed), only, progress)
-    request = Request(subject, declared, only, quick, seed, memory=memory, limit=limit)
+    run = Run(Report(name, declared=declared, seed=request.seed), only, progress)
     if isinstance(subject, str):
         try:
             json.dumps(declared)
@@ -77,11 +83,11 @@ def check(
                 f"a named subject's conventions are numbers and texts, and {error}; give the "
                 "object itself, or name a function that builds it"
             ) from error
-        run_separately(request, run)
+        run_separately(request, run, start)
     else:
-        for event in events(request, own):
+        for event in events(request):
             run.record(event)
-    run.report.seconds = round(time.perf_counter() - start, 2)
+    run.report.seconds = round(time.perf_counter() - began, 2)
     return _completed(run.report, only)
 
 

@@ -192,7 +192,7 @@ class Request:
 
     Attributes:
         subject: its name, or the object itself.
-        conventions: declared ones.
+        conventions: its conventions.
         only: names of laws; all if None.
         skip: laws that already have an outcome.
         memory: GiB that a separate process may take beyond what torch takes.
@@ -200,7 +200,7 @@ class Request:
     """
 
     subject: Any
-    conventions: dict[str, Any]
+    conventions: Conventions
     only: Sequence[str] | None
     quick: bool
     seed: int
@@ -209,12 +209,12 @@ class Request:
     limit: float = 30.0
 
 
-def events(request: Request, own: Conventions) -> Iterator[dict[str, Any]]:
+def events(request: Request) -> Iterator[dict[str, Any]]:
     """Judge a subject under its conventions: yields each step as a dictionary for JSON."""
     seed = request.seed
     try:
         with undisturbed(seed):
-            subject = understand(request.subject, own, seed=seed)
+            subject = understand(request.subject, request.conventions, seed=seed)
     except Exception as error:
         found = crash(error)
         told = None if found is None else asdict(found)

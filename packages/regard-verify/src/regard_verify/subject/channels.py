@@ -76,9 +76,7 @@ class Roles:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """H, G, D and Dv."""
-        return (
-            len(self.queries), len(self.keys), len(self.queries[0]), len(self.values[0]),
-        )  # fmt: skip
+        return len(self.queries), len(self.keys), len(self.queries[0]), len(self.values[0])
 
 
 @dataclass
@@ -254,12 +252,7 @@ def _numbers(kinds: _Kinds) -> dict[int, float]:
 
 
 def _log_odds(
-    run: Run,
-    kinds: _Kinds,
-    channels: int,
-    opened: float,
-    keys: dict[int, float],
-    key: int,
+    run: Run, kinds: _Kinds, channels: int, opened: float, keys: dict[int, float], key: int
 ) -> Tensor:
     """For each query channel, the score of token AT with a key where that channel alone is 1."""
     base = torch.zeros(LENGTH, channels, dtype=torch.float32)

@@ -58,8 +58,11 @@ class Steps:
             return CacheState(None, 0)
         return CacheState(called(self.new_cache) if self.new_cache is not None else None, 0)
 
-    def step(self, x: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
-        """The output for x, whose tokens follow those in `state`, and the cache after it."""
+    def step(self, x: Tensor, state: CacheState, columns: int = 0) -> tuple[Tensor, CacheState]:
+        """The output for x, whose tokens follow those in `state`, and the cache after it.
+
+        `columns` is how many keys its mask has too many.
+        """
         x = x.clone()
         length = state.length + x.shape[1]
         names = parameters_of(self.call.module.forward)
@@ -70,8 +73,8 @@ class Steps:
         if "use_cache" in names:
             given["use_cache"] = True
         keep = None
-        if not self.subject.conventions.causal and self.subject.has.mask:
-            keep = self.subject.visible(x.shape[1], length, causal=True)[None, None]
+        if columns or (not self.subject.conventions.causal and self.subject.has.mask):
+            keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
         with torch.no_grad():
             result = self.call.result(x, keep=keep, before=state.length, **given)
         held = state.held if self.style != "tuple" else _returned_cache(result)
@@ -96,9 +99,7 @@ def _returned_cache(result: Any) -> Any:
     """
     if isinstance(result, (tuple, list)):
         for each in result[1:][::-1]:
-            if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
-                return each
-            if isinstance(each, Tensor) and each.ndim == 5:  # [2, B, G, S, D]
+            if each is not None and getattr(each, "ndim", 5) == 5:  # a tensor is [2, B, G, S, D]
                 return each
     raise SubjectError("it returned no cache beside its output")
 
@@ -120,7 +121,6 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
     Of several ways that work, it is the first that gives what one call on all tokens gives.
     """
     call = subject.layer
-    assert isinstance(call, ModuleCall)
     own = subject.conventions
     declared = bool(own.cache or own.new_cache or own.cache_style)
     working: list[Steps] = []

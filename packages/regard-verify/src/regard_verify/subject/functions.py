@@ -12,7 +12,6 @@ from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import NO_MASK, MaskForm
 from regard_verify.subject.signatures import (
     EMPTY,
-    is_required,
     order_of,
     parameters_of,
     required_of,
@@ -147,7 +146,7 @@ class FunctionCall:
 
     def requires_a_mask(self) -> bool:
         """Whether its mask argument has no default."""
-        return is_required(self.target, self.form.argument)
+        return self.form.argument in required_of(self.target)
 
 
 class OfModule:

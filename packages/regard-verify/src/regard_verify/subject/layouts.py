@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import groupby, permutations
 from typing import NamedTuple
 
 import torch
@@ -48,11 +48,11 @@ def natural_roles(
     for opened in OPEN if gates else (1.0,):
         values[..., gates] = opened
         got = run(values).double()
-        for roles in usual_layouts(parts, got.shape[-1], declared):
-            for causal, pairing, out in _outputs(values, roles):
-                if _agrees(out, got, roles):
-                    roles = replace(roles, gates=gates, opened=opened)
-                    return Natural(roles, causal, pairing)
+        layouts = usual_layouts(parts, got.shape[-1], declared)
+        for _, alike in groupby(layouts, key=lambda roles: (roles.sizes, roles.others)):
+            found = _first(values, list(alike), got)
+            if found is not None:
+                return found._replace(roles=replace(found.roles, gates=gates, opened=opened))
     return None
 
 
@@ -66,23 +66,31 @@ def _gates(run: Run, parts: Channels, values: Tensor) -> tuple[list[int], Channe
     return [], parts
 
 
-def _agrees(out: Tensor, got: Tensor, roles: Roles) -> bool:
-    """Whether the output [B, H, L, Dv] of a layout is the output [B, L, O] of the module."""
-    if out.shape[-1] != len(roles.outputs[0]):
-        return False  # keys of another size, used as values
-    merged = torch.zeros_like(got)
-    merged[..., [c for head in roles.outputs for c in head]] = out.transpose(1, 2).flatten(-2)
-    return float((merged - got).abs().max()) <= CLOSE * (1 + float(got.abs().max()))
+def _first(values: Tensor, alike: list[Roles], got: Tensor) -> Natural | None:
+    """The first of these layouts, all of one shape, that gives the module's output [1, L, O]."""
+    first, found = len(alike), None
+    for causal, pairing, out in _outputs(values, alike):
+        merged = out.transpose(1, 2).flatten(-2)
+        if merged.shape[-1] != got.shape[-1]:
+            continue  # keys of another size, used as values
+        agree = (merged - got).abs().amax((1, 2)) <= CLOSE * (1 + got.abs().max())
+        if bool(agree[:first].any()):
+            first = int(agree.int().argmax())
+            found = Natural(alike[first], causal, pairing)
+    return found
 
 
-def _outputs(values: Tensor, roles: Roles) -> Iterator[tuple[bool, str, Tensor]]:
-    """Whether it is causal, its rotation, and the output of the definition and of each mistake."""
+def _outputs(values: Tensor, alike: list[Roles]) -> Iterator[tuple[bool, str, Tensor]]:
+    """Whether it is causal, its rotation, and the output of the definition and of each mistake.
+
+    Outputs [N, H, L, Dv] are those of N layouts of one shape.
+    """
     q, k, v = (
-        torch.stack([values[..., head] for head in part], 1)
-        for part in (roles.queries, roles.keys, roles.values)
+        values[0][:, torch.tensor([getattr(roles, part) for roles in alike])].permute(1, 2, 0, 3)
+        for part in ("queries", "keys", "values")
     )
     dim = q.shape[-1]
-    scale = (dim + roles.others) ** -0.5
+    scale = (dim + alike[0].others) ** -0.5
     for causal in (False, True):
         keep = pattern(LENGTH, LENGTH, causal=causal)
         for tiled in (False, True) if k.shape[1] not in (1, q.shape[1]) else (False,):
@@ -185,11 +193,8 @@ def _fused(
     many = heads // groups
     for by_group in (_split(channels, groups), _tiled(channels, groups)):
         cut = [_split(group, many + 2) for group in by_group]
-        yield (
-            [head for group in cut for head in group[:many]],
-            [g[-2] for g in cut],
-            [g[-1] for g in cut],
-        )
+        queries = [head for group in cut for head in group[:many]]
+        yield queries, [group[-2] for group in cut], [group[-1] for group in cut]
 
 
 def _split(channels: list[int], heads: int) -> Channels:

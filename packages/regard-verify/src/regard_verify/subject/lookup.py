@@ -45,11 +45,8 @@ def find(name: str) -> tuple[Any, Any]:
             held = vars(found) if hasattr(found, "__dict__") else {}
             names = [name for name, x in held.items() if not name.startswith("_") and callable(x)]
             close = difflib.get_close_matches(part, names, 3, 0.6)
-            told = (
-                f"did you mean {' or '.join(close)}?"
-                if close
-                else f"it has {', '.join(names[:12])}"
-            )
+            told = f"did you mean {' or '.join(close)}?" if close else ""
+            told = told or f"it has {', '.join(names[:12])}"
             raise SubjectError(f"{where} has no {attribute!r}; {told}")
         found = getattr(found, part)
     if inspect.ismodule(found):
@@ -76,15 +73,10 @@ def candidates(module: Any) -> list[str]:
         and (
             getattr(each, "forward", plain) is not plain
             if isinstance(each, type)
-            else takes_heads(each)
+            else order_of(each)
         )
     ]
     return [name for name in found if _ATTENTION.search(name)] or found
-
-
-def takes_heads(target: Any) -> bool:
-    """Whether it is called with q, k and v first, in any order, by the names of its arguments."""
-    return callable(target) and bool(order_of(target))
 
 
 def _file(path: Path) -> Any:

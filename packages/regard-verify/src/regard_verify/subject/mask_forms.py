@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.subject.conventions import Conventions
-from regard_verify.subject.signatures import is_required as is_required
-from regard_verify.subject.signatures import parameters_of as parameters_of
+from regard_verify.subject.signatures import parameters_of
 
 
 class MaskForm(NamedTuple):
@@ -44,13 +43,10 @@ class MaskForm(NamedTuple):
             "B11S": whole[:, :1, :1],
             "BS": whole[:, 0, 0] if keep.shape[-2] else whole.new_ones(batch, keep.shape[-1]),
         }[self.shape]
-        return self._values(shaped, dtype).clone()
-
-    def _values(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
         if self.polarity == "additive":
             low = float("-inf") if self.hidden == "-inf" else torch.finfo(dtype).min
-            return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, low)
-        entries = keep if self.polarity == "keep" else ~keep
+            return torch.zeros(shaped.shape, dtype=dtype).masked_fill(~shaped, low)
+        entries = shaped.clone() if self.polarity == "keep" else ~shaped
         return entries.to({"bool": torch.bool, "int": torch.int64, "float": dtype}[self.dtype])
 
 

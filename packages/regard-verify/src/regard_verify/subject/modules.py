@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from regard_verify.subject.adapters import inner_of
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
-from regard_verify.subject.mask_forms import (
-    NO_MASK,
-    MaskForm,
-    is_required,
-    mask_arguments,
-    parameters_of,
-)
+from regard_verify.subject.mask_forms import NO_MASK, MaskForm, mask_arguments
+from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import SubjectError, called, output_of
 
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d)
@@ -155,7 +150,7 @@ class ModuleCall:
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
-        required = is_required(self.module, self.context)
+        required = self.context in required_of(self.module)
         if context is None and (required or not self.alone):
             context = x  # it must be given another sequence: here, its own
         if raw is not None:
@@ -182,7 +177,7 @@ class ModuleCall:
 
     def requires_a_mask(self) -> bool:
         """Whether its mask argument has no default."""
-        return is_required(self.module, self.form.argument)
+        return self.form.argument in required_of(self.module)
 
 
 CONTEXT_WORDS = ("context", "encoder", "memory", "cross", "source", "key_value", "condition")

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +67,7 @@ def hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
 
 def with_form(subject: Subject, form: MaskForm, given: Mapping[MaskForm, Tensor]) -> Subject:
     """The subject with masks in this form, and with others, of `TOKENS` keys, in every call."""
-    call: Any = subject.attend if subject.module is None else subject.layer
+    call = subject.attend if subject.module is None else subject.layer
     sizes = subject.fit(Sizes(2, 2, 2, TOKENS, TOKENS, 4, 4))
     heads = sizes.H if subject.module is None else call.heads
     others = {
@@ -96,11 +95,12 @@ def causal_works(subject: Subject) -> bool:
 def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:
     """The module with each of its boolean causal options set to True, and that option in words."""
     own = replace(subject.conventions, causal=True)
-    layer: Any = subject.layer
     if subject.has.causal:
-        on = replace(subject, layer=partial(layer, causal=True), conventions=own, attend=None)
+        on = replace(
+            subject, layer=partial(subject.layer, causal=True), conventions=own, attend=None
+        )
         if _runs(on):
-            yield f"{layer.names['causal']}=True", on
+            yield f"{subject.layer.names['causal']}=True", on
     for name, value in subject.switches.items():
         if value or not _CAUSAL.search(name) or "conv" in name:
             continue
@@ -117,9 +117,7 @@ def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:
 def _built(subject: Subject, name: str) -> nn.Module | None:
     """A module of the same class and weights with one boolean option True; None if that raises."""
     try:
-        assert subject.another is not None
-        module = subject.another(**{name: True})
-        assert subject.module is not None
+        module: nn.Module = subject.another(**{name: True})
         module.load_state_dict(subject.module.state_dict(), strict=False)
     except Exception:
         return None

@@ -24,14 +24,9 @@ from regard_verify.subject.functions import (
     options_of,
     shape_in,
 )
-from regard_verify.subject.mask_forms import (
-    MaskForm,
-    forms,
-    is_required,
-    mask_arguments,
-    parameters_of,
-)
+from regard_verify.subject.mask_forms import MaskForm, forms, mask_arguments
 from regard_verify.subject.probe_weights import probe_scores
+from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import Subject, SubjectError, output_of
 from regard_verify.visibility import nearest_pattern
 
@@ -102,7 +97,7 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     mixed: list[FunctionCall] = []
     layouts = [own.layout] if own.layout else LAYOUTS
     # before anything is known of them, masks that are required are None
-    spare = tuple(each for each in _mask_names(own.mask, target) if is_required(target, each))
+    spare = tuple(each for each in _mask_names(own.mask, target) if each in required_of(target))
     for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
         if mixed and multiple != mixed[0].own.multiple:
             break

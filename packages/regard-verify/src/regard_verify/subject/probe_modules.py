@@ -11,7 +11,7 @@ from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.subject.adapters import Adapter, TransformersModel
 from regard_verify.subject.conventions import Conventions, pattern_length, probe_length
-from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
+from regard_verify.subject.mask_forms import MaskForm, forms
 from regard_verify.subject.modules import (
     ModuleCall,
     context_mask_of,
@@ -33,7 +33,8 @@ from regard_verify.subject.probe_functions import (
     summary,
 )
 from regard_verify.subject.probe_weights import probe_scores
-from regard_verify.subject.reach import ProjectedHeads, reach, reach_by_layout
+from regard_verify.subject.reach import ProjectedHeads, reach
+from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 
@@ -205,9 +206,7 @@ def _heads(
     layers = getattr(getattr(call.module, "config", None), "num_hidden_layers", 1)
     if isinstance(call.module, TransformersModel) and layers > 1 and subject.conventions.window:
         return None
-    found = reach(call, trial)
-    if found is None:
-        found = reach_by_layout(call, size_of(call.module, "heads"), trial)
+    found = reach(call, trial, size_of(call.module, "heads"))
     if found is None:
         return None
     heads, groups, dim, width = found.roles.sizes

@@ -75,9 +75,7 @@ class Products(TorchFunctionMode):
             at = next((i for i, root in enumerate(roots) if root and tensors[i].ndim >= 2), None)
             given = next((x for x, root in zip(tensors, roots, strict=True) if not root), None)
             if at is not None and given is not None:
-                root = roots[at]
-                assert root is not None
-                return self._product(root, given, lambda: func(*args, **kwargs))
+                return self._product(roots[at], given, lambda: func(*args, **kwargs))
         if self.bare and func in NORMS and not roots[0]:
             return tensors[0]
         if func is F.multi_head_attention_forward:  # torch's own: its projections are inside
@@ -85,16 +83,13 @@ class Products(TorchFunctionMode):
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if tensors and all(roots):
-            root = roots[0]
-            assert root is not None
-            self.weights.update({id(x): (x, root) for x in _flat([out]) if isinstance(x, Tensor)})
+            made = [x for x in _flat([out]) if isinstance(x, Tensor)]
+            self.weights.update({id(x): (x, roots[0]) for x in made})
         return out
 
-    def _root(self, x: Tensor) -> int | None:
-        """The identity of the parameter that a weight is or is made of; None if it is none."""
-        if isinstance(x, nn.Parameter):
-            return id(x)
-        return self.weights[id(x)][1] if id(x) in self.weights else None
+    def _root(self, x: Tensor) -> int:
+        """The identity of the parameter that a weight is or is made of; 0 if it is none."""
+        return id(x) if isinstance(x, nn.Parameter) else self.weights.get(id(x), (x, 0))[1]
 
     def _product(self, root: int, given: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         key = (root, self.used.get(root, 0))

@@ -5,6 +5,7 @@ by channel, gives what it gave by itself.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -281,31 +282,30 @@ def _tokens_changed(differs: Tensor, sizes: dict[str, int]) -> int:
     return most
 
 
-def reach(call: Any, trial: Trial) -> ProjectedHeads | None:
-    """The module as a function of heads, found from what its channels change."""
+def reach(call: Any, trial: Trial, heads: int | None = None) -> ProjectedHeads | None:
+    """The module as a function of heads, found from what its channels change, or by its layout.
+
+    `heads` is their number, if the module names it.
+    """
     attention = find_attention(call, trial)
     if attention is None:
         return None
-    try:
+    with suppress(SubjectError):
         roles = find_roles(partial(run_channels, attention), sum(attention.channels()), trial)
-        if roles is None or not replays(attention, roles, trial):
-            return None
-    except SubjectError:
-        return None
-    return ProjectedHeads(attention, roles)
+        if roles is not None and replays(attention, roles, trial):
+            return ProjectedHeads(attention, roles)
+    with suppress(SubjectError):
+        return _reach_by_layout(attention, heads, trial)
+    return None
 
 
-def reach_by_layout(call: Any, heads: int | None, trial: Trial) -> ProjectedHeads | None:
+def _reach_by_layout(
+    attention: Attention, heads: int | None, trial: Trial
+) -> ProjectedHeads | None:
     """The module as a function of heads, if a usual layout and a common mistake give its values."""
-    attention = find_attention(call, trial)
-    if attention is None:
-        return None
-    try:
-        run = partial(run_channels, attention)
-        parts = _read_by_attention(attention, trial)
-        found = natural_roles(run, parts, sum(attention.channels()), heads, trial)
-    except SubjectError:
-        return None
+    run = partial(run_channels, attention)
+    parts = _read_by_attention(attention, trial)
+    found = natural_roles(run, parts, sum(attention.channels()), heads, trial)
     if found is None:
         return None
     roles = found.roles

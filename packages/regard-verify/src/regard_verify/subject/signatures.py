@@ -58,11 +58,6 @@ def required_of(target: Any) -> list[str]:
     ]
 
 
-def is_required(target: Any, name: str) -> bool:
-    """Whether a callable has an argument of this name without a default."""
-    return name in required_of(target)
-
-
 def annotations_of(made_by: Any) -> dict[str, Any]:
     """The types of its arguments by name, as far as they can be resolved."""
     target: Any = made_by

@@ -16,8 +16,6 @@ from regard_verify.subject.conventions import Conventions, Kind
 from regard_verify.subject.mask_forms import NO_MASK, MaskForm
 from regard_verify.visibility import read_weights
 
-Attend = Callable[..., Tensor]
-
 
 class SubjectError(Exception):
     """The error for a subject that raised, or returned what is not attention; carries a sentence.
@@ -91,9 +89,9 @@ class Call(NamedTuple):
         with torch.no_grad():
             return self.target(**{n: x.clone() for n, x in {**self.given, **instead}.items()})
 
-    def with_gradients(self, required: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    def with_gradients(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and the copies of `given` that it was computed from."""
-        given = {n: x.clone().requires_grad_(required) for n, x in self.given.items()}
+        given = {n: x.clone().requires_grad_() for n, x in self.given.items()}
         return self.target(**given), given
 
 
@@ -133,18 +131,18 @@ class Subject:
     conventions: Conventions
     thing: Any = None
     inferred: dict[str, str] = field(default_factory=dict)
-    attend: Attend | None = None
-    layer: Callable[..., Tensor] | None = None
+    attend: Any = None
+    layer: Any = None
     stepper: Any = None
-    module: nn.Module | None = None
+    module: Any = None
     form: MaskForm = NO_MASK
     layer_form: MaskForm = NO_MASK
     has: Abilities = field(default_factory=Abilities)
     fixed: dict[str, int] = field(default_factory=dict)
     sinks: Tensor | None = None
     notes: list[str] = field(default_factory=list)
-    reference: Callable[..., Any] | None = None
-    another: Callable[..., nn.Module] | None = None
+    reference: Any = None
+    another: Any = None
     switches: Mapping[str, bool] = field(default_factory=dict)
     forgot_super: str = ""
     total: float = 1.0
@@ -177,12 +175,9 @@ class Subject:
         v = trial.randn(sizes.B, sizes.G, sizes.S, sizes.V, dtype=dtype)
         return q, k, v
 
-    def tokens(
-        self, batch: int, length: int, trial: Trial, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def tokens(self, batch: int, length: int, trial: Trial) -> Tensor:
         """Random x [B, L, E]; L is rounded up to a length that the layer takes."""
-        length = self.length(length)
-        return trial.randn(batch, length, self.conventions.width or 1, dtype=dtype)
+        return trial.randn(batch, self.length(length), self.conventions.width or 1)
 
     def visible(self, queries: int, keys: int, *, causal: bool = False, window: int = 0) -> Tensor:
         """The keys that each query may attend to [L, S], by its own pattern and the call's
@@ -190,15 +185,10 @@ class Subject:
         """
         own = self.conventions
         return pattern(
-            queries,
-            keys,
-            causal=causal or bool(own.causal),
-            window=window or (own.window or 0),
-            alignment=own.alignment or "bottom-right",
-            after=own.after,
-            block=own.block or 0,
+            queries, keys, causal=causal or bool(own.causal), window=window or (own.window or 0),
+            alignment=own.alignment or "bottom-right", after=own.after, block=own.block or 0,
             blocks=own.blocks or (0, 0),
-        )
+        )  # fmt: skip
 
     def declared_padding(self, keep: Tensor | None, form: MaskForm | None = None) -> Tensor:
         """The queries [.., L, 1] that a mask of tokens hides as keys: their outputs are free."""
@@ -226,13 +216,8 @@ class Subject:
             first = max(k.shape[2] - q.shape[2], 0)
             q = rotated(q, first + torch.arange(q.shape[2]), own.pairing, own.theta)
             k = rotated(k, torch.arange(k.shape[2]), own.pairing, own.theta)
-        options = {
-            "scale": own.scale,
-            "softcap": own.softcap,
-            "sinks": self.sinks,
-            "tiled": own.head_order == "tiled",
-            **options,
-        }
+        options = {"scale": own.scale, "softcap": own.softcap, "sinks": self.sinks, **options}
+        options.setdefault("tiled", own.head_order == "tiled")
         right = attention(q, k, v, keep=visible, **options)
         if own.fully_masked != "mean":
             return right
@@ -243,13 +228,11 @@ class Subject:
 
     def run(self, *given: Tensor, **options: Any) -> Tensor:
         """`attend`, without gradients and on copies, so that no call changes another's inputs."""
-        assert self.attend is not None
         with torch.no_grad():
             return self.attend(*(x.clone() for x in given), **options)
 
     def run_layer(self, x: Tensor, **options: Any) -> Tensor:
         """`layer`, without gradients and on a copy of x."""
-        assert self.layer is not None
         with torch.no_grad():
             return self.layer(x.clone(), **options)
 

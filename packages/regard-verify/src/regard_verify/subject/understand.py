@@ -17,19 +17,14 @@ from regard_verify.subject.conventions import DECLARED, Conventions, conventions
 from regard_verify.subject.decoding import find_stepper
 from regard_verify.subject.functions import OfModule, OnPages, takes_module
 from regard_verify.subject.guesses import role_of
-from regard_verify.subject.lookup import (
-    find,
-    named_beside,
-    scaled_dot_product_attention,
-    takes_heads,
-)
+from regard_verify.subject.lookup import find, named_beside, scaled_dot_product_attention
 from regard_verify.subject.modules import set_dropout
 from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
 from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.ranks import OnRanks
-from regard_verify.subject.signatures import parameters_of, required_of
+from regard_verify.subject.signatures import order_of, parameters_of, required_of
 from regard_verify.subject.subject import Subject, SubjectError
 
 
@@ -102,7 +97,7 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
     if not callable(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
     taken = parameters_of(target).values()
-    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or takes_heads(target)
+    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or order_of(target)
     builds = inspect.isroutine(target) and not by_place and not required_of(target)
     if builds and own.kind not in ("function", "paged"):
         built = build(target, own)
@@ -128,7 +123,7 @@ def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject
 def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     """A module from x, or one of (q, k, v) without weights, which is a function of these."""
     weights = any(each.numel() for each in module.parameters())
-    plain = takes_heads(module) and not weights and not isinstance(module, Adapter)
+    plain = order_of(module) and not weights and not isinstance(module, Adapter)
     if own.kind == "function" or (own.kind is None and plain):
         return _function(module.eval(), own, name, trial)
     return _module(positioned(module.eval(), own), own, name, beside, trial)

@@ -151,7 +151,7 @@ def _show_call(each: "Explained", console: Console) -> None:
 
 
 def _cells(each: "Explained") -> list[str]:
-    """The call of some layers in a line."""
+    """The cells of a table's row: the call of layers that are alike."""
     form = f", {each.form.partition(':')[0]}" if each.form else ""
     call = each.call
     (runs,) = (verdict for verdict in call.backends if verdict.name == call.runs)

@@ -55,8 +55,8 @@ class Measured:
 
 @dataclass
 class Timings:
-    """Seconds of one model's prefills and steps, those of the first model in the same rounds, those
-    of runs that took no turns, and the backends that ran."""
+    """Seconds of one model's prefills and decoding steps, and the backends that ran: timed in turns
+    with the first model (`seconds`, and `first` of the first model), or alone (`alone`)."""
 
     seconds: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
     first: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))

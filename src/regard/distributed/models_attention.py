@@ -40,7 +40,7 @@ class ShardedCall:
     masks: dict[Mask, Mask] = field(default_factory=dict)
 
     def with_pattern(self, pattern: Mask) -> Mask:
-        """The mask of this batch with that of a layer: one object for all layers of a pattern."""
+        """A layer's mask and that of this batch, intersected once for all layers with that mask."""
         return self.masks.setdefault(pattern, pattern & self.call.mask)
 
     def as_mask(self) -> Tensor:

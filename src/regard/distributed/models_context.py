@@ -86,7 +86,7 @@ def sharded_modules(model: Any, ranks: Ranks) -> list[tuple[nn.Module, Mask]]:
     """The attention modules of a model that shards can run.
 
     Raises:
-        ValueError: if there is none, or something in the model is not right on shards.
+        ValueError: if there is none, or the model needs something that shards do not have.
     """
     found = find(model)
     if found.unknown or not found.known:

@@ -150,8 +150,8 @@ def _clear_rest(page: Page, filled: int, size: int) -> None:
 
 
 def with_codes(memory: Memory, tables: list[PageTable], append: Append) -> list[PageTable]:
-    """The tables with codes in place of open pages that are full; the same object if there are
-    none. Pages with numbers that would spoil the codes of other tokens stay."""
+    """The tables with pages of codes in place of full open pages; the same object if none is full.
+    A page stays open if an infinity in it would spoil the codes of tokens with the same scale."""
     kind, places = append.kind, []
     for row, number in enumerate(append.full):
         if number is not None:

@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
     @property
     def freed(self) -> int:
-        """Unreferenced pages that are then free, because they hold no stored prefix."""
+        """Unreferenced pages of no stored prefix, free once the references are dropped."""
         pages = self.left.items()
         return sum(count == page.references and page.node is None for page, count in pages)
 

@@ -63,7 +63,7 @@ class Expansion:
 
 @dataclass
 class Recorded:
-    """Keys and values of some tokens, and how they depend on streams and parameters."""
+    """Keys and values of some tokens, with autograd's graph back to streams and parameters."""
 
     expansion: Expansion
     leaves: list[Tensor]

@@ -80,22 +80,22 @@ class Placing:
         return self.split.ranks if self.mesh.ndim == 1 else Ranks(self.mesh["replicas"])
 
     def heads(self, channels: int, dim: int = 0) -> Share:
-        """Rows, or columns, for query heads of so many channels."""
+        """How each rank takes its query heads from the rows, or columns, of a weight."""
         split = self.split
         rows = rows_of(split, range(split.size), split.heads, split.local_heads, channels)
         total = split.num_heads * channels
         return Share(self.mesh, (Shard(dim),) * self.mesh.ndim, dim, order_of(rows, total))
 
     def kv_heads(self, channels: int) -> Share:
-        """Rows for key heads."""
+        """How each rank takes its key heads from the rows of a weight."""
         split = self.split
         firsts = range(0, split.size, split.replicas)
         rows = rows_of(split, firsts, split.kv_heads, split.local_kv_heads, channels)
         return self._of_keys(rows, split.num_kv_heads * channels)
 
     def keys_then_values(self, channels: int) -> Share:
-        """Rows for all key heads, and after them for all value heads, as `LatentKVAttention` has
-        them. Each rank has its keys, then its values."""
+        """As `kv_heads`, of a weight with the rows of all key heads, then of all value heads, as
+        `LatentKVAttention` has them. Each rank has its keys, then its values."""
         split, rows = self.split, []
         half = split.num_kv_heads * channels
         for first in range(0, split.size, split.replicas):

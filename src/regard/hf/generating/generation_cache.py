@@ -170,7 +170,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
             )
 
     def done(self) -> None:
-        """The call of the model has returned."""
+        """Keep the tokens of the call of the model that has returned."""
         before, self._before = self._before, None
         if before is None or not self._with_states:
             return

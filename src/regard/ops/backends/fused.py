@@ -219,8 +219,8 @@ def _columns_together(x: Any) -> Any:
 
 
 def _value_multiple(call: Call) -> int:
-    """What `v_head_dim` must be a multiple of: two vectors where bfloat16 keys hold the values, or
-    a byte holds two codes."""
+    """The number that divides a `v_head_dim` which the kernel reads: the elements of a vector; of
+    two, where bfloat16 keys hold the values or a byte holds bits of several codes."""
     half = call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim
     return 2 * _LANES if half or _packs(call) else _LANES
 

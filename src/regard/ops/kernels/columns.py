@@ -177,7 +177,7 @@ def pack_queries(e, panel, first, count, q, stride, target):
 @emits(types.void)
 @no_type_check
 def pack_keys(e, panel, first, count, k, stride, target):
-    """Keys first ... first + 31, zeros from `count` on, in blocks of 16 keys and 32 columns."""
+    """Copy 32 keys from `first` on, zeros from `count` on, in blocks of 16 keys and 32 columns."""
     nothing = e.word(0)
     with e.loop(INT64(SIDE)) as i:
         at, inside = _row(e, k, stride, e.builder.add(first, i), count)

@@ -37,7 +37,7 @@ class Format(NamedTuple):
 
     @property
     def item(self) -> int:
-        """Bytes of one element of the tensor, which of codes holds bytes."""
+        """Bytes of one element of the tensor; a tensor of codes is one of bytes."""
         return max(1, self.bits // 8)
 
     def bytes(self, width: int) -> int:

@@ -195,7 +195,7 @@ def _scores(size: float) -> Rate:
 
 
 def _stream(size: float) -> Rate:
-    """One query per head through `fused`: bytes a second."""
+    """Bytes a second that `fused` reads with one query for each key head."""
     from regard.ops.kernels.launching import decode
 
     rate = _over_cold_keys(partial(decode, scale=0.1), 4096, size, torch.float32)

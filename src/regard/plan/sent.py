@@ -189,7 +189,7 @@ def backward_sums(layer: LayerShape, work: Workload) -> int:
 
 
 def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int) -> int:
-    """Bytes of the sums of squares of queries, and of keys unless they are another layer's."""
+    """Bytes of the sums of squares, added up over ranks, of queries and of a layer's own keys."""
     if layer.qk_norm != "width":
         return 0
     normed = 1 if layer.keys_of is not None else 2

@@ -108,7 +108,7 @@ class Memory:
         return self._kinds[outlines]
 
     def kind_with(self, slab: Slab) -> Kind:
-        """The memory that a slab belongs to."""
+        """The kind that has this slab, or the slab whose copy in host memory it is."""
         return next(kind for kind in self._kinds.values() if (slab.host_of or slab) in kind)
 
     def in_order(self) -> list[Page]:

@@ -246,8 +246,8 @@ def fused_steps(
 
 
 def _merge(here: Partial, result: Partial) -> None:
-    """Merge a partial result into views of the result so far: `regard.merge` of the two, in
-    place. The first is copied where that can be known without waiting for a device."""
+    """Merge a partial result into `here`, views of the result so far, in place (`regard.merge`).
+    On a CPU it is copied if `here` is empty: elsewhere the question waits for the device."""
     if here.lse.is_cpu and bool((here.lse == -torch.inf).all()):
         here.out.copy_(result.out)
         here.lse.copy_(result.lse)

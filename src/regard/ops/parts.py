@@ -139,7 +139,7 @@ def rows_at_once(call: Call, part: Part, backend: Backend) -> int:
 
 
 def _of_rows(call: Call, rows: int) -> Call:
-    """The call over shared keys for one row, which has the queries of so many."""
+    """The call of one row with the queries of so many rows, over the keys that these share."""
     span = Span(0, rows * call.num_queries, call.span.kv_start, call.span.kv_stop)
     return call.but(batch=1, given_span=span, span=span)
 

@@ -171,7 +171,7 @@ def with_codes(memory: Memory, tables: list[PageTable], append: Append) -> list[
 
 
 def seal(tables: Sequence[PageTable], append: Append) -> None:
-    """Let full pages be sealed."""
+    """Mark the pages that an append has filled as sealed: nothing is written to them again."""
     size = append.page_size
     for table, length in zip(tables, append.lengths, strict=True):
         for number in range(length // size, (length + append.added) // size):

@@ -132,7 +132,7 @@ def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:
 
 
 def making_keys(layer: nn.Module, make: Callable[[Parts], Parts]) -> dict[str, Any]:
-    """`make`, of parts of streams, as a function of streams and of the parameters that it reads."""
+    """The function `keys_of(streams, parameters)`, which calls `make`, and the parameters."""
     making = _Making(layer, make)
     read = ("layer.kv_b_proj.", "layer.k_norm.")
     names = [name for name, _ in making.named_parameters() if name.startswith(read)]

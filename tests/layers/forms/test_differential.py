@@ -120,3 +120,83 @@ def test_its_code_and_its_kind():
 def test_odd_heads_are_refused(heads):
     with pytest.raises(ValueError, match="are even"):
         DifferentialAttention(12, **heads)
+
+
+GROUPED = [(10, 2, 4), (10, 2, 2), (6, 3, None), (5, 1, 2)]  # query, noise and key heads
+
+
+def grouped(heads: int, noise: int, kv_heads: int | None):
+    torch.manual_seed(3)
+    layer = DifferentialAttention(
+        16, heads, num_kv_heads=kv_heads, head_dim=6, num_noise_heads=noise, rope=Rotary(6),
+        mask=Causal(),
+    ).eval()  # fmt: skip
+    for each in layer.parameters():
+        torch.nn.init.normal_(each, std=0.4)
+    return layer
+
+
+@pytest.mark.parametrize(("heads", "noise", "kv_heads"), GROUPED)
+def test_grouped_heads_are_the_oracles_head_by_head(heads, noise, kv_heads):
+    """Head `s` of group `g` of the first softmax less the last head of the group."""
+    with float64(), torch.no_grad():
+        layer, x = grouped(heads, noise, kv_heads), x_of()
+        of_group, places = heads // noise, torch.arange(TOKENS)
+        pairs = layer.num_kv_heads // 2
+
+        def one(weight, head, rotated=True):
+            """A head of a projection, `[B, 1, L, 6]`."""
+            y = (x @ weight.weight.mT)[:, None, :, 6 * head : 6 * head + 6]
+            return layer.rope.rotate(y, places) if rotated else y
+
+        def softmax(head, key, pair):
+            v = [one(layer.v_proj, 2 * pair + each, False) for each in (0, 1)]
+            three = one(layer.q_proj, head), one(layer.k_proj, key), torch.cat(v, -1)
+            judged = oracle.attention(*map(torch.Tensor.tolist, three), visible=_causal)
+            return torch.tensor(judged.out), torch.tensor(judged.weights)
+
+        outs, weights, factor = [], [], float(layer.factor())
+        for group in range(noise):
+            pair, last = group * pairs // noise, of_group * (group + 1) - 1
+            second = softmax(last, 2 * pair + 1, pair)
+            for head in range(of_group * group, last):
+                first = softmax(head, 2 * pair, pair)
+                outs.append(first[0] - factor * second[0])
+                weights.append(first[1] - factor * second[1])
+        out = torch.cat(outs, 1)
+        root = (out.pow(2).mean(-1, keepdim=True) + layer.groupnorm.eps).sqrt()
+        out = (1 - layer.lambda_init) * out / root * layer.groupnorm.weight
+        torch.testing.assert_close(layer(x), layer.o_proj(out.transpose(1, 2).flatten(2)))
+        torch.testing.assert_close(layer.weights(x), torch.cat(weights, 1))
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(("heads", "noise", "kv_heads"), GROUPED)
+def test_every_cache_gives_the_result_of_grouped_heads(name, heads, noise, kv_heads):
+    with float64():
+        layer, x, cache = grouped(heads, noise, kv_heads), x_of(), CACHES[name]()
+        out = stepwise(layer, x, cache)
+        assert (out - layer(x)).abs().max() <= bound_of(name)
+        if name == "KVCache":
+            assert cache.nbytes == 2 * TOKENS * 2 * layer.num_kv_heads * 6 * 8
+
+
+def test_grouped_heads_have_gradients_and_code():
+    import regard
+
+    with float64():
+        layer = grouped(10, 2, 4)
+        assert all(each.abs().sum() > 0 for each in gradients(layer, layer(x_of())).values())
+        again = eval(repr(layer), vars(regard))
+        assert again.num_noise_heads == 2
+        again.load_state_dict(layer.state_dict())
+        assert layer.explain(x_of()[:1]).startswith("9 queries x 9 keys, 8 heads")
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [(10, 3, 2), (10, 10, 2), (10, 2, 3), (10, 2, 8), (10, 0, 2), (10, 2, 0)],
+)
+def test_groups_that_do_not_divide_are_refused(heads):
+    with pytest.raises(ValueError, match=r"num_(noise|kv)_heads"):
+        grouped(*heads)

@@ -14,6 +14,9 @@ that one. Prompts hold tokens, without images among them.
     python benchmarks/models.py --only llama --write    # and its place in the guide's tables
     python benchmarks/models.py --json rows.json        # the rows, with reasons
     python benchmarks/models.py --read rows.json --write  # the tables from rows of before
+    PYTHONPATH=FOLDER python benchmarks/models.py       # another release, of pip install --target
+
+The last line counts models, and under "folders" the folders of transformers with an equal model.
 """
 
 import argparse
@@ -344,8 +347,15 @@ def main() -> None:
         write(rows)
     ways = ("register", "install")
     counts = {way: Counter(row.get(way, "unbuilt") for row in rows) for way in ways}
-    seconds = round(time.perf_counter() - began)
-    print(json.dumps({"models": len(rows), **counts, "seconds": seconds}))
+    folders = {"built": {folder(row["model"]) for row in rows if "unbuilt" not in row}} | {
+        way: {folder(row["model"]) for row in rows if row.get(way) == "equal"} for way in ways
+    }
+    line = {
+        "models": len(rows),
+        **counts,
+        "folders": {key: len(each) for key, each in folders.items()},
+    }
+    print(json.dumps(line | {"seconds": round(time.perf_counter() - began)}))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ RULES: tuple[tuple[str, int], ...] = (  # of a configuration: what ends like thi
     (r"codebook_size", 64),
     (r"n_group|num_expert_group|n_groups", 2),
     (r"topk_group|num_selected_groups", 1),
-    (r"index_topk", 3),  # keys that a query of sparse attention selects: fewer than there are
+    # keys that a query of sparse attention selects, fewer than there are, and keys of a pool
+    (r"index_topk|index_kpool", 3),
 )
 
 

@@ -11,10 +11,7 @@ from typing import Any
 
 OLDEST, NEWEST = (5, 17), (5, 24)  # versions of transformers that the families are tested with
 
-CACHES = (
-    "past_key_values",
-    "cache",
-)  # the argument with the cache: before transformers 5.24, since
+CACHES = ("past_key_values", "cache")  # the argument of a cache before transformers 5.24, and since
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:

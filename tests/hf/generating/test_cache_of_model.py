@@ -319,6 +319,11 @@ def test_layers_that_cache_something_else_are_refused():
         ValueError, match="layers of type compressed_attention, and regard's caches"
     ):
         regard.hf.cache(model)
+    model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
+    for more in ({}, {"index_topk": 4, "index_kpool": 2}):  # as Qwen4-Exp and GLM-5-Next have
+        vars(model.config).update(more)
+        with pytest.raises(ValueError, match=r"indexed_attention \(not DeepSeek-V3.2's\), and"):
+            regard.hf.cache(model)
     model.config.layer_types = ["linear_attention"] * 3
     with pytest.raises(ValueError, match="no layer of SmolLM3ForCausalLM caches keys"):
         regard.hf.cache(model)

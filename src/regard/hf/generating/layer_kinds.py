@@ -13,7 +13,7 @@ from regard.hf.generating.states import EmptyLayer, HybridLayer, StateLayer
 from regard.hf.generating.watching import called_module
 from regard.hf.packages import cache_argument
 
-FULL, WINDOWED = "full_attention", "sliding_attention"
+FULL, WINDOWED, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 
 
 class LayerKind(NamedTuple):
@@ -30,7 +30,7 @@ _KINDS = {  # by transformers' layer types; the numbers are those of the config
     FULL: LayerKind(),
     WINDOWED: LayerKind(window=1),
     "chunked_attention": LayerKind(),
-    "indexed_attention": LayerKind(has_index=True),
+    INDEXED: LayerKind(has_index=True),
     "linear_attention": LayerKind(has_keys=False, states=1),
     "conv": LayerKind(has_keys=False, states=1),
     "hybrid": LayerKind(states=1),
@@ -78,12 +78,11 @@ def _indexed(config: Any, kinds: list[LayerKind]) -> list[LayerKind]:
     """The kinds of layers with an indexer, where some take the keys or the selection of another."""
     modes = getattr(config, "kv_sharing_modes", [None] * len(kinds))
     indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
-    return [
-        kind._replace(has_keys=not str(mode).startswith("reuse"), has_index=indexer != "shared")
-        if kind.has_index
-        else kind
-        for kind, mode, indexer in zip(kinds, modes, indexers, strict=False)
-    ]
+    found = list(kinds)
+    for index in [index for index, kind in enumerate(kinds) if kind.has_index]:
+        own, selects = not str(modes[index]).startswith("reuse"), indexers[index] != "shared"
+        found[index] = kinds[index]._replace(has_keys=own, has_index=selects)
+    return found
 
 
 def _types_of(model: Any, config: Any) -> list[str]:
@@ -93,6 +92,9 @@ def _types_of(model: Any, config: Any) -> list[str]:
     types = list(getattr(config, "layer_types", None) or [FULL] * next(filter(None, counted)))
     for index in getattr(config, "cross_attention_layers", None) or ():
         types[index] = "cross_attention"
+    if not hasattr(config, "index_topk") or hasattr(config, "index_kpool"):
+        # it caches more than a key of each token: pools (GLM-5-Next), positions (Qwen4-Exp)
+        types = [each.replace(INDEXED, f"{INDEXED} (not DeepSeek-V3.2's)") for each in types]
     other = sorted({each for each in types if each not in _KINDS})
     if other:
         raise ValueError(

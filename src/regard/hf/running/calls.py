@@ -246,7 +246,7 @@ def attended(
             )
         return Attended(attending.attend(call, q, keys.parts, sinks), None, call)
     parts = tuple(keys.parts) if wanted else keys.parts
-    weights = weights_of(call, q, tuple(parts)) if wanted else None
+    weights = weights_of(call, q, parts) if wanted else None
     if of_queries is None:
         return Attended(call.run(q, parts), weights, call)
     out, share = _with_sinks(call.partial(q, parts), of_queries)

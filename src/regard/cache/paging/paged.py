@@ -63,7 +63,7 @@ class PagedCache(Stored):
         rollback: tokens that `truncate` may remove besides, where there is a window.
 
     Raises:
-        TypeError: if `pool` is none.
+        TypeError: if `pool` is no `PagePool`.
         ValueError: if `window` is below 1 or `rollback` negative; by `update`, if the pool has too
             few pages left.
 

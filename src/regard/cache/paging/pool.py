@@ -167,11 +167,11 @@ class PagePool:
         """Let the pool belong to the model with these weights.
 
         Raises:
-            TypeError: if the context is none.
+            TypeError: if `context` is no `Context`.
             ValueError: if it holds pages of another one.
         """
         if not isinstance(context, Context):
-            raise TypeError(f"context is what context_of(model) returns, got {context!r}")
+            raise TypeError(f"context is a Context, as context_of(model) makes it, got {context!r}")
         with self.memory.lock:
             self.memory.settle()
             if self.memory.pages and self.weights not in (None, context.weights):

@@ -27,7 +27,7 @@ def find(model: nn.Module) -> Found:
     contains nor is part of other attention, and is not recurrent.
 
     Raises:
-        TypeError: for what is no module, as the path of a model.
+        TypeError: if `model` is no module, such as a path.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a module as regard.hf.load returns, got {type(model).__name__}")

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import carray, types
 
-from regard.compiling import compiled_from, part
+from regard.compiling import compiled_from
 from regard.ops.kernels import columns, intrinsics, panels, products, tiles, vectors
 from regard.ops.kernels.columns import (
     begin_sums,
@@ -30,6 +30,7 @@ from regard.ops.kernels.panels import BLOCK, PREFILL, ROW, SIDE, TILE, Panel
 from regard.ops.kernels.products import add_product, begin_tiles, end_tiles, product
 from regard.ops.kernels.tiles import LOWEST
 
+phase = numba.njit(inline="always")  # LLVM's inlining would double the kernel's machine code
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(PREFILL)))
 MODULES = columns, intrinsics, panels, products, tiles, vectors  # that the kernels contain
 PACKED = 8  # groups of keys that one task packs
@@ -88,7 +89,7 @@ def attending(panel: Panel) -> Any:
     return compiled_from(prefill, SIGNATURE, *MODULES)
 
 
-@part
+@phase
 @no_type_check
 def attend(panel, call, pair, first, last, parts, scores):
     """Blocks first ... last - 1 of the queries of a key head."""
@@ -133,7 +134,7 @@ def attend(panel, call, pair, first, last, parts, scores):
     finish(panel, call, batch, head, first, last, parts)
 
 
-@part
+@phase
 @no_type_check
 def begin(panel, call, batch, head, first, last, parts):
     """Pack the queries of a block and set the sums to zero; a sink is a score without a value."""
@@ -148,7 +149,7 @@ def begin(panel, call, batch, head, first, last, parts):
             begin_sums(panel, part + panel.sums_at, part + panel.state_at, maximum, total)
 
 
-@part
+@phase
 @no_type_check
 def visible(panel, call, limits, block):
     """The ranges of keys that some, and that all, queries of a block may attend to."""
@@ -163,7 +164,7 @@ def visible(panel, call, limits, block):
     return low, high, inner, end
 
 
-@part
+@phase
 @no_type_check
 def finish(panel, call, batch, head, first, last, parts):
     """Store the output, and the maxima and totals if the log-sum-exp is wanted."""

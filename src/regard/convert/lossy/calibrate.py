@@ -208,7 +208,7 @@ def walk(
         progress(index, len(blocks))
         run = _Block(block, module, arguments[index])
         after, own, out = run.original(hidden)
-        added = run.adds(hidden[:1], out[:1])
+        added = run.adds(hidden[:1], out[:1], after[:1])
         for which, make in enumerate(makes):
             mine = converted[which]
             target = out + (hidden - mine) if added else out
@@ -235,14 +235,14 @@ class _Block:
             after = self._run(hidden)
         return after, torch.cat([each.x for each in calls]), torch.cat([each.out for each in calls])
 
-    def adds(self, hidden: Tensor, out: Tensor) -> bool:
+    def adds(self, hidden: Tensor, out: Tensor, after: Tensor) -> bool:
         """Whether the block adds the output of its attention, unchanged, to the residual stream.
 
         Gemma 2 and 3 and OLMo 2 norm it first. Then twice the output has the same effect, and the
         output cannot correct errors that the residual stream already has.
         """
-        once, twice = (self.with_output(factor * out, hidden).double() for factor in (1.0, 2.0))
-        change, whole = (twice - once).norm(), (once - hidden.double()).norm()
+        change = (self.with_output(2 * out, hidden) - after).double().norm()
+        whole = (after - hidden).double().norm()
         return bool(change > CHANGED * whole)
 
     def with_output(self, out: Tensor, hidden: Tensor) -> Tensor:
@@ -349,7 +349,9 @@ def refitted(
         missed += float(error.double().square().sum())
         whole += float(wanted.double().square().sum())
     penalty = ridge * gram.diagonal().mean()
-    change = torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), cross.mT).mT
+    gram.diagonal().add_(penalty)
+    change = torch.linalg.solve(gram, cross, left=False)
     layer.o_proj = linear_of((weight + change).to(old.dtype), offset)
-    gained = 2 * (change * cross).sum() - ((change @ gram) * change).sum()
+    # The squared error falls by 2 <change, cross> - <change gram, change>, without the penalty.
+    gained = (change * cross).sum() + penalty * change.square().sum()
     return missed / whole, (missed - float(gained)) / whole, torch.stack(inputs)

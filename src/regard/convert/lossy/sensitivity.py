@@ -46,10 +46,12 @@ def sensitivity(
     slopes = (gradients_of(layer, inputs) if gradients is None else gradients).double()
     metric = slopes.mT @ slopes / len(slopes)
     metric += SHRINKAGE * metric.diagonal().clamp_min(1e-300).diag()
-    weights = (torch.linalg.solve(metric, slopes.mT).mT * slopes).sum(1)
+    lower = torch.linalg.cholesky(metric)
+    weights = torch.linalg.solve_triangular(lower, slopes.mT, upper=False).square().sum(0)
     weights = weights / weights.mean() if float(weights.sum()) > 0 else torch.ones_like(weights)
-    x = F.pad(inputs.flatten(0, -2).double(), (0, 1), value=1.0)
-    return metric, (weights[:, None] * x).mT @ x / len(x)
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    x = F.pad(inputs.flatten(0, -2).to(wide), (0, 1), value=1.0)
+    return metric, ((weights.to(wide)[:, None] * x).mT @ x).double() / len(x)
 
 
 def gradients_of(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float[Tensor, "T R"]:

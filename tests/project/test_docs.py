@@ -103,6 +103,7 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("memory.py --length 64 --kinds causal", marks=SLOW),
         pytest.param("prefill.py --rounds 1 --lengths 33", marks=SLOW),
         pytest.param("small_calls.py --rounds 1 --sizes 64 --length 3", marks=SLOW),
+        pytest.param("step_costs.py --rounds 3", marks=SLOW),
         pytest.param("training_window.py --rounds 1 --length 64 --heads 4 2", marks=SLOW),
     ],
     ids=lambda command: command.split(".")[0],

@@ -192,3 +192,18 @@ def test_the_extras_are_those_of_the_project(page):
     for name, needed in wanted.items():
         packages = {re.match(r"[\w-]+(\[[\w,]+\])?", each)[0] for each in needed}
         assert set(re.findall(r"[\w-]+(?:\[[\w,]+\])?", shown[name])) == packages, name
+
+
+def test_costs_of_steps_are_shown_as_they_were_measured():
+    found = json.loads((ROOT / "docs/step-costs.json").read_text())
+    assert found["machine"]["processor"] in read("docs/speed.md")
+    wanted = [
+        [
+            row["case"],
+            *(f"{row[name]:.0f}" for name in ("step_us", "starting_us", "python_us")),
+            *(str(row[name]) for name in ("started", "python_calls")),
+            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+        ]
+        for row in found["results"]
+    ]
+    assert rows_under("docs/speed.md", "Besides arithmetic") == wanted

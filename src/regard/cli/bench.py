@@ -1,14 +1,13 @@
 """regard bench: a few shapes on this machine, regard and each of its backends against torch."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Json, Threads, refuse, size, start, verb
+from regard.cli.options import Json, Threads, option, refuse, size, start, verb
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.words import counted
 
@@ -25,17 +24,13 @@ LEGEND = (
 
 @verb
 def bench(
-    num_heads: Annotated[int, size("Query heads.", "--num-heads", "--heads")] = 32,
-    num_kv_heads: Annotated[int, size("Key heads.", "--num-kv-heads", "--kv-heads")] = 8,
-    head_dim: Annotated[int, size("Channels of a head.")] = 128,
-    keys: Annotated[int, size("Tokens in the cache at most.")] = 4096,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of queries, keys and values.")
-    ] = "float32",
+    num_heads: int = size(32, "Query heads.", "--num-heads", "--heads"),
+    num_kv_heads: int = size(8, "Key heads.", "--num-kv-heads", "--kv-heads"),
+    head_dim: int = size(128, "Channels of a head."),
+    keys: int = size(4096, "Tokens in the cache at most."),
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Of queries, keys and values."),
     threads: Threads = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Rows of torch and of every backend, too.")
-    ] = False,
+    every: bool = option(False, "Rows of torch and of every backend, too.", "--all"),
     as_json: Json = False,
 ) -> None:
     """Time decoding and prefill on this machine: regard and its backends against torch."""

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from regard.cache_folder import FOLDER, cache_folder
 from regard.cli.layout import tabulate
@@ -33,10 +33,7 @@ class Kept(NamedTuple):
 
 @verb
 def cache(
-    clear: Annotated[
-        list[str] | None,
-        named(STORED, f"Remove {', '.join(STORED)}; may be repeated."),
-    ] = None,
+    clear: list[str] | None = named(None, STORED, "Remove {}; may be repeated."),
     as_json: Json = False,
 ) -> None:
     """Files that regard stores on this disk: list them with their sizes, or remove them."""

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from regard.cli.layout import tabulate
@@ -17,6 +16,7 @@ from regard.cli.options import (
     Json,
     OptionalModel,
     Threads,
+    option,
     refuse,
     start,
     verb,
@@ -39,45 +39,32 @@ NEXT = "Next: four times as many --windows halve the intervals; regard convert s
 @verb
 def compare(
     model: OptionalModel = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text to measure on; topics of Python's own help if left out."),
-    ] = None,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"A row; may be repeated. Six rows if left out, twelve with `all`. Rows: {ROWS}.",
-            autocompletion=lambda: ROWS.split(", "),
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 512,
-    windows: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Windows of text: more narrow the intervals. 1; 8 with --frontier."
-        ),
-    ] = None,
-    memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
+    text: Path | None = option(
+        None, "Text to measure on; topics of Python's own help if left out."
+    ),
+    attention: list[str] | None = option(
+        None,
+        f"A row; may be repeated. Six rows if left out, twelve with `all`. Rows: {ROWS}.",
+        autocompletion=lambda: ROWS.split(", "),
+    ),
+    context: int = option(512, "Tokens in each window.", min=2),
+    windows: int | None = option(
+        None, "Windows of text: more narrow the intervals. 1; 8 with --frontier.", min=1
+    ),
+    memory: float = option(1.0, "GiB of cache, for the context that fits."),
     dtype: Dtype = None,
     device: Device = "cpu",
     threads: Threads = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Every column; prefills are timed in turns, too.")
-    ] = False,
-    frontier: Annotated[
-        bool,
-        typer.Option(
-            "--frontier",
-            help="Bytes against loss instead: quantised, evicted, latent, and these together.",
-        ),
-    ] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="With --frontier: the methods that fit this share of the cache."),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the table and curves of the caches as a page.")
-    ] = None,
+    full: bool = option(False, "Every column; prefills are timed in turns, too.", "--full"),
+    frontier: bool = option(
+        False,
+        "Bytes against loss instead: quantised, evicted, latent, and these together.",
+        "--frontier",
+    ),
+    budget: float | None = option(
+        None, "With --frontier: the methods that fit this share of the cache."
+    ),
+    html: Path | None = option(None, "Write the table and curves of the caches as a page."),
     as_json: Json = False,
 ) -> None:
     """Cache, speed and perplexity of a model under each attention it can be converted to."""

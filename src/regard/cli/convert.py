@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Device, Json, Threads, start, verb
+from regard.cli.options import Device, Json, Threads, option, start, verb
 from regard.cli.terminal import print_json, progress_bar, say, stdout
 
 if TYPE_CHECKING:
@@ -26,39 +26,22 @@ TARGETS = (
 @verb
 def convert(
     model: Annotated[Path, typer.Argument(help="A folder with *.safetensors, or a .gguf.")],
-    to: Annotated[str, typer.Option(help=f"{TARGETS}.")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
-    form: Annotated[
-        Literal["exact-rope", "deepseek"] | None,
-        typer.Option(help="Of mla: keys rotated on reading, or DeepSeek's, which can be absorbed."),
-    ] = None,
-    portable: Annotated[
-        bool, typer.Option("--portable", help="As a stock deepseek_v3 checkpoint.")
-    ] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Cache for --to mla: 0.5 is half of the model's own."),
-    ] = None,
-    by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Choose a rank for each layer.")
-    ] = False,
-    calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text to calibrate on; Python's help if none.")
-    ] = None,
-    heal: Annotated[
-        list[Path] | None, typer.Option(help="Text for distillation from the original model.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time for healing.")] = 30.0,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="Held-out text to measure on, too.")
-    ] = None,
-    low_memory: Annotated[
-        bool, typer.Option("--low-memory", help="Load one layer at a time.")
-    ] = False,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of the weights that are written; the checkpoint's own if left out."),
-    ] = None,
+    to: str = option(..., f"{TARGETS}."),
+    out: Path = option(..., "The folder to make."),
+    form: Literal["exact-rope", "deepseek"] | None = option(
+        None, "Of mla: keys rotated on reading, or DeepSeek's, which can be absorbed."
+    ),
+    portable: bool = option(False, "As a stock deepseek_v3 checkpoint.", "--portable"),
+    budget: float | None = option(None, "Cache for --to mla: 0.5 is half of the model's own."),
+    by_layer: bool = option(False, "Choose a rank for each layer.", "--by-layer"),
+    calibrate: list[Path] | None = option(None, "Text to calibrate on; Python's help if none."),
+    heal: list[Path] | None = option(None, "Text for distillation from the original model."),
+    minutes: float = option(30.0, "Time for healing.", min=0.01),
+    text: list[Path] | None = option(None, "Held-out text to measure on, too."),
+    low_memory: bool = option(False, "Load one layer at a time.", "--low-memory"),
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "Of the weights that are written; the checkpoint's own if left out."
+    ),
     device: Device = "cpu",
     threads: Threads = None,
     as_json: Json = False,

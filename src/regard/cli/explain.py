@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from regard.cli import options
 from regard.cli.layout import tabulate
+from regard.cli.options import option, size
 from regard.cli.terminal import print_json, printable, say, stdout, wrapped
 from regard.words import counted, ranges
 
@@ -29,33 +29,22 @@ NEXT = (
 
 @options.verb
 def explain(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A folder with config.json, such a file, or a .gguf; its weights are not read.",
-            show_default=False,
-        ),
-    ] = None,
-    context: Annotated[int | None, options.size("Of a model: tokens, 4096 if left out.")] = None,
+    model: options.ModelOrSizes = None,
+    context: int | None = size(None, "Of a model: tokens, 4096 if left out."),
     num_heads: options.NumHeads = None,
     num_kv_heads: options.NumKVHeads = None,
-    head_dim: Annotated[int | None, options.size("Channels of a query or key.")] = None,
+    head_dim: int | None = size(None, "Channels of a query or key."),
     v_head_dim: options.ValueDim = None,
-    queries: Annotated[int, options.size("New tokens; 1 is a decoding step.")] = 1,
-    keys: Annotated[int | None, options.size("Tokens in all, 4096 if left out.")] = None,
+    queries: int = size(1, "New tokens; 1 is a decoding step."),
+    keys: int | None = size(None, "Tokens in all, 4096 if left out."),
     batch: options.Batch = 1,
-    mask: Annotated[
-        str | None, typer.Option(help='A rule in quotes; "Causal()" if left out.')
-    ] = None,
-    dtype: Annotated[
-        options.AnyDtype | None,
-        typer.Option(help="Of queries, keys and values; float32 on a CPU, else the model's own."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where they are: cpu, cuda.")] = "cpu",
+    mask: str | None = option(None, 'A rule in quotes; "Causal()" if left out.'),
+    dtype: options.AnyDtype | None = option(
+        None, "Of queries, keys and values; float32 on a CPU, else the model's own."
+    ),
+    device: str = option("cpu", "Where they are: cpu, cuda."),
     threads: options.Threads = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Of a model: masks, and why other backends do not run.")
-    ] = False,
+    why: bool = option(False, "Of a model: masks, and why other backends do not run.", "--why"),
     as_json: options.Json = False,
 ) -> None:
     """Name the backend that runs a call, its simplified mask, and objections of the others."""

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
 from rich.console import Console
 
 from regard.cli import options
 from regard.cli.layout import tabulate
+from regard.cli.options import named, option
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.names import CACHES, PAGES, PLAIN
 from regard.page.readable import readable_bytes
@@ -32,44 +32,32 @@ SECONDS = 60.0  # after which no further round begins
 
 @options.verb
 def generate(
-    prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
+    prompt: str = option(..., "What to continue, or to answer with --chat."),
     model: options.OptionalModel = None,
-    attention: Annotated[
-        Literal["regard", "interface", "transformers"],
-        typer.Option(help="Installed, registered as an attention function, or transformers' own."),
-    ] = "regard",
-    cache: Annotated[
-        str,
-        typer.Option(
-            metavar="<kind>",
-            help=f"{', '.join(CACHES)} or transformers. auto: windows of layers that have one, all "
-            "tokens of others. K8V4: keys in 8 bits, values in 4.",
-            autocompletion=lambda: [*CACHES, "transformers"],
-        ),
-    ] = "auto",
-    format: Annotated[
-        str, options.named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
-    ] = PLAIN,
-    prefix_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder that stores the pages of prompts: one that begins like an earlier one "
-            "is computed from where they differ. Needs --cache paged."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 for the most likely token at each step.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Random seed, for temperatures above 0.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    stream: Annotated[
-        bool, typer.Option(help="Show text as it is generated, or at the end.")
-    ] = True,
-    against: Annotated[
-        Literal["transformers"] | None,
-        typer.Option(help="Run transformers' own attention and cache too, and compare."),
-    ] = None,
+    attention: Literal["regard", "interface", "transformers"] = option(
+        "regard", "Installed, registered as an attention function, or transformers' own."
+    ),
+    cache: str = option(
+        "auto",
+        f"{', '.join(CACHES)} or transformers. auto: windows of layers that have one, all "
+        "tokens of others. K8V4: keys in 8 bits, values in 4.",
+        metavar="<kind>",
+        autocompletion=lambda: [*CACHES, "transformers"],
+    ),
+    format: str = named(PLAIN, PAGES, "Of the pages of --cache paged: {}."),
+    prefix_cache: Path | None = option(
+        None,
+        "A folder that stores the pages of prompts: one that begins like an earlier one "
+        "is computed from where they differ. Needs --cache paged.",
+    ),
+    max_new_tokens: int = option(128, "Tokens to generate at most.", min=1),
+    temperature: float = option(0.0, "0 for the most likely token at each step.", min=0.0),
+    seed: int = option(0, "Random seed, for temperatures above 0."),
+    chat: bool = option(False, "Use the model's chat template.", "--chat"),
+    stream: bool = option(True, "Show text as it is generated, or at the end."),
+    against: Literal["transformers"] | None = option(
+        None, "Run transformers' own attention and cache too, and compare."
+    ),
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,

@@ -15,15 +15,21 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
 
 
-def size(text: str, *names: str, least: int = 1) -> Any:
-    """The option of a number from `least` to `MOST`, named after its parameter or by `names`."""
+def option(default: Any, text: str, *names: str, **settings: Any) -> Any:
+    """An option with its default (`...` where it has none here) and its help, named after its
+    parameter or by `names`."""
+    return typer.Option(default, *names, help=text, **settings)
+
+
+def size(default: Any, text: str, *names: str, least: int = 1) -> Any:
+    """The option of a number from `least` to `MOST`."""
 
     def check(value: int | None) -> int | None:
         if value is not None and value > MOST:
             raise typer.BadParameter(f"{value} is above {MOST:,}")
         return value
 
-    return typer.Option(*names, min=least, help=text, callback=check)
+    return option(default, text, *names, min=least, callback=check)
 
 
 OptionalModel = Annotated[
@@ -34,23 +40,28 @@ OptionalModel = Annotated[
         show_default=False,
     ),
 ]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
+ModelOrSizes = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A folder with config.json, a config.json, or a .gguf; or give sizes.",
+        show_default=False,
+    ),
 ]
+Threads = Annotated[int | None, option(..., "CPU threads; torch's own choice if left out.", min=1)]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="What the model computes in; float32 on a CPU, else the checkpoint's own."),
+    option(..., "What the model computes in; float32 on a CPU, else the checkpoint's own."),
 ]
 AnyDtype = Literal["float64", "float32", "bfloat16", "float16"]
-NumHeads = Annotated[int | None, size("Query heads, in place of a MODEL.")]
-NumKVHeads = Annotated[int | None, size("Key heads; as many as query heads if left out.")]
-ValueDim = Annotated[int | None, size("Channels of a value, if not those of a key.")]
-Batch = Annotated[int, size("Rows.")]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
-Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
-Svg = Annotated[Path | None, typer.Option(help="Write the picture as SVG.")]
-Png = Annotated[Path | None, typer.Option(help="Write the picture as PNG.")]
-Html = Annotated[Path | None, typer.Option(help="Write a page to explore in a browser.")]
+NumHeads = Annotated[int | None, size(..., "Query heads, in place of a MODEL.")]
+NumKVHeads = Annotated[int | None, size(..., "Key heads; as many as query heads if left out.")]
+ValueDim = Annotated[int | None, size(..., "Channels of a value, if not those of a key.")]
+Batch = Annotated[int, size(..., "Rows.")]
+Device = Annotated[str, option(..., "Where the model runs: cpu, cuda, cuda:1, mps.")]
+Json = Annotated[bool, option(..., "Only JSON on stdout.", "--json")]
+Svg = Annotated[Path | None, option(..., "Write the picture as SVG.")]
+Png = Annotated[Path | None, option(..., "Write the picture as PNG.")]
+Html = Annotated[Path | None, option(..., "Write a page to explore in a browser.")]
 
 app = typer.Typer(
     help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
@@ -86,9 +97,9 @@ def verb(
     return function
 
 
-def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
-    """An option whose value is one of these names, in upper or lower case; `also` may be given, and
-    is not completed."""
+def named(default: Any, names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
+    """An option whose value is one of these names, which are `{}` in its help, in upper or lower
+    case; `also` may be given, and is not completed."""
     spelled = {each.lower(): each for each in (*names, *also)}
 
     def check(value: Any) -> Any:
@@ -101,7 +112,8 @@ def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
         found = [spelled[each.lower()] for each in given]
         return found[0] if isinstance(value, str) else found if value else value
 
-    return typer.Option(help=text, autocompletion=lambda: list(names), callback=check)
+    text = text.format(", ".join(names))
+    return option(default, text, autocompletion=lambda: list(names), callback=check)
 
 
 def start(module: str, *, threads: int | None = None, timed: bool = False) -> None:

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from regard.cli import options
 from regard.cli.layout import tabulate
+from regard.cli.options import named, option, size
 from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.names import STORAGES, UNCHANGED
 from regard.page.readable import readable_bytes
@@ -29,70 +29,41 @@ MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
 @options.verb
 def plan(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A folder with config.json, a config.json, or a .gguf; or give sizes.",
-            show_default=False,
-        ),
-    ] = None,
+    model: options.ModelOrSizes = None,
     num_heads: options.NumHeads = None,
-    hidden_size: Annotated[int | None, options.size("Channels of the hidden states.")] = None,
+    hidden_size: int | None = size(None, "Channels of the hidden states."),
     num_kv_heads: options.NumKVHeads = None,
-    head_dim: Annotated[
-        int | None, options.size("Channels of a query; hidden size / heads if left out.")
-    ] = None,
+    head_dim: int | None = size(None, "Channels of a query; hidden size / heads if left out."),
     v_head_dim: options.ValueDim = None,
-    num_layers: Annotated[int | None, options.size("Layers; 1 if left out.")] = None,
-    kv_lora_rank: Annotated[int | None, options.size("Of MLA: channels of its latent.")] = None,
-    q_lora_rank: Annotated[
-        int | None, options.size("Of MLA: channels of its query latent.")
-    ] = None,
-    qk_rope_head_dim: Annotated[
-        int | None, options.size("Channels with RoPE; a whole head if left out.", least=0)
-    ] = None,
-    window: Annotated[int | None, options.size("Keys that a query sees at most.")] = None,
-    context: Annotated[int, options.size("Tokens of the prefill and in the cache.")] = 4096,
+    num_layers: int | None = size(None, "Layers; 1 if left out."),
+    kv_lora_rank: int | None = size(None, "Of MLA: channels of its latent."),
+    q_lora_rank: int | None = size(None, "Of MLA: channels of its query latent."),
+    qk_rope_head_dim: int | None = size(
+        None, "Channels with RoPE; a whole head if left out.", least=0
+    ),
+    window: int | None = size(None, "Keys that a query sees at most."),
+    context: int = size(4096, "Tokens of the prefill and in the cache."),
     batch: options.Batch = 1,
-    memory: Annotated[
-        float, typer.Option(help="GiB for the cache alone, of each rank, for what fits.")
-    ] = 1.0,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(help="Whose times are listed: a GPU, as h100, or `this` machine; repeatable."),
-    ] = None,
-    dtype: Annotated[
-        options.AnyDtype | None,
-        typer.Option(help="Of weights and plain caches; the model's if left out."),
-    ] = None,
-    tp: Annotated[int, options.size("Ranks that share the heads.")] = 1,
-    cp: Annotated[int, options.size("Ranks that share the tokens.")] = 1,
-    block: Annotated[
-        int, options.size("As --all, in whole blocks of this many tokens; vLLM has 16.", least=0)
-    ] = 0,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(help="A row: shipped, mha, gqa-4, mqa, deepseek-50, latent-50; repeatable."),
-    ] = None,
-    storage: Annotated[
-        list[str] | None,
-        options.named(
-            STORAGES,
-            f"How caches store keys and values: {', '.join(STORAGES)}; may be repeated.",
-            also=UNCHANGED,
-        ),
-    ] = None,
-    page_size: Annotated[
-        int, options.size("Tokens of a page of a PagePool; 0: caches without pages.", least=0)
-    ] = 0,
-    every: Annotated[
-        bool,
-        typer.Option("--all", help="Every way of storing the cache: what is allocated."),
-    ] = False,
-    why: Annotated[
-        bool, typer.Option("--why", help="How figures are counted, and why rows are missing.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
+    memory: float = option(1.0, "GiB for the cache alone, of each rank, for what fits."),
+    device: list[str] | None = option(
+        None, "Whose times are listed: a GPU, as h100, or `this` machine; repeatable."
+    ),
+    dtype: options.AnyDtype | None = option(
+        None, "Of weights and plain caches; the model's if left out."
+    ),
+    tp: int = size(1, "Ranks that share the heads."),
+    cp: int = size(1, "Ranks that share the tokens."),
+    block: int = size(0, "As --all, in whole blocks of this many tokens; vLLM has 16.", least=0),
+    attention: list[str] | None = option(
+        None, "A row: shipped, mha, gqa-4, mqa, deepseek-50, latent-50; repeatable."
+    ),
+    storage: list[str] | None = named(
+        None, STORAGES, "How caches store keys and values: {}; may be repeated.", also=UNCHANGED
+    ),
+    page_size: int = size(0, "Tokens of a page of a PagePool; 0: caches without pages.", least=0),
+    every: bool = option(False, "Every way of storing the cache: what is allocated.", "--all"),
+    why: bool = option(False, "How figures are counted, and why rows are missing.", "--why"),
+    html: Path | None = option(None, "Write curves as a page."),
     as_json: options.Json = False,
 ) -> None:
     """Costs of each attention that a model could have: cache, time, and the context that fits."""

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from regard.cli import options
 from regard.cli.layout import tabulate
+from regard.cli.options import option
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.words import counted, ranges
 
@@ -63,19 +63,13 @@ class Asked:
 @partial(options.verb, of=options.shows)
 def show_attention(
     model: options.OptionalModel = None,
-    text: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    text_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Layers whose maps are computed, as 0,3-5.")
-    ] = None,
-    heads: Annotated[str | None, typer.Option(help="Heads as LAYER.HEAD: 3.1,4.0.")] = None,
-    queries: Annotated[
-        str | None, typer.Option(help="Tokens whose rows are computed, as 0,3-5.")
-    ] = None,
-    find: Annotated[str | None, typer.Option(help="Show the part around this word.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Save maps and tokens, as other viewers read them: .npz.")
-    ] = None,
+    text: str | None = option(None, "The prompt."),
+    text_file: Path | None = option(None, "A file with the prompt."),
+    layers: str | None = option(None, "Layers whose maps are computed, as 0,3-5."),
+    heads: str | None = option(None, "Heads as LAYER.HEAD: 3.1,4.0."),
+    queries: str | None = option(None, "Tokens whose rows are computed, as 0,3-5."),
+    find: str | None = option(None, "Show the part around this word."),
+    out: Path | None = option(None, "Save maps and tokens, as other viewers read them: .npz."),
     svg: options.Svg = None,
     png: options.Png = None,
     html: options.Html = None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Html, Json, Png, Svg, shows, size, start, verb
+from regard.cli.options import Html, Json, Png, Svg, option, shows, size, start, verb
 from regard.cli.terminal import print_json, print_lines, stdout
 from regard.words import counted
 
@@ -19,15 +19,13 @@ LISTED = 1 << 20  # cells of which --json lists the visible ones: about 7 MB of 
 @partial(verb, of=shows)
 def show_mask(
     mask: Annotated[str, typer.Argument(help='A rule in quotes: "Causal() & SlidingWindow(4)".')],
-    queries: Annotated[int | None, size("Queries; the mask's own, or as many as keys.")] = None,
-    keys: Annotated[int | None, size("Keys; the mask's own, or as many as queries.")] = None,
-    q_start: Annotated[int, size("The slot of the first query.", least=0)] = 0,
-    kv_start: Annotated[int, size("The slot of the first key.", least=0)] = 0,
-    batch_row: Annotated[int, size("The row of a mask with batches.", least=0)] = 0,
-    head: Annotated[int, size("The head of a mask with heads.", least=0)] = 0,
-    cell: Annotated[
-        str | None, typer.Option(help="Say why a key is visible to a query or not: Q,K.")
-    ] = None,
+    queries: int | None = size(None, "Queries; the mask's own, or as many as keys."),
+    keys: int | None = size(None, "Keys; the mask's own, or as many as queries."),
+    q_start: int = size(0, "The slot of the first query.", least=0),
+    kv_start: int = size(0, "The slot of the first key.", least=0),
+    batch_row: int = size(0, "The row of a mask with batches.", least=0),
+    head: int = size(0, "The head of a mask with heads.", least=0),
+    cell: str | None = option(None, "Say why a key is visible to a query or not: Q,K."),
     svg: Svg = None,
     png: Png = None,
     html: Html = None,

@@ -1,13 +1,12 @@
 """regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Json, start, verb
+from regard.cli.options import Json, option, start, verb
 from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
 from regard.words import counted
 
@@ -33,13 +32,10 @@ COLUMNS = ("rate", "usual", "before", "now", "quartiles apart")
 
 @verb
 def tune(
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Remove the saved rates; use the defaults.")
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="CPU threads, as your programs use; torch's choice if left out."),
-    ] = None,
+    forget: bool = option(False, "Remove the saved rates; use the defaults.", "--forget"),
+    threads: int | None = option(
+        None, "CPU threads, as your programs use; torch's choice if left out.", min=1
+    ),
     as_json: Json = False,
 ) -> None:
     """Measure this machine once, so that the fastest backend is chosen on it."""

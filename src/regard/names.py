@@ -11,4 +11,8 @@ CODES = ("int8", "int4", *FORMATS)  # quantised caches by the format of their co
 CACHES = (*KINDS, *CODES)
 STORAGES = (PLAIN, *CODES)  # what a plan knows the bytes of
 PAGES = (PLAIN, *FORMATS)  # formats of the pages of "paged"
+TARGETS = (  # of a conversion, in words
+    "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
+    "mla:RANK, mla:RANK+ROPE, or mla with a budget"
+)
 UNCHANGED = tuple(kind for kind in KINDS if kind not in ("quantized", "evicting"))  # plain

@@ -212,10 +212,10 @@ def test_a_device_that_is_not_there_is_a_sentence(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ((), "give a model, or --num-heads and --head-dim"),
-        (("--num-heads", 4), "give a model, or --num-heads and --head-dim"),
-        ((*SIZES, "--context", 9), "goes with a model"),
-        (("a-model", "--keys", 9), "a model says this itself"),
+        ((), "give a MODEL, or --num-heads and --head-dim"),
+        (("--num-heads", 4), "give a MODEL, or --num-heads and --head-dim"),
+        ((*SIZES, "--context", 9), "goes with a MODEL"),
+        (("a-model", "--keys", 9), "a MODEL has its own sizes"),
         ((*SIZES, "--keys", 10**30), "is above 1,000,000,000,000"),
         ((*SIZES, "--batch", 10**30), "is above 1,000,000,000,000"),
         (("a-model", "--context", 10**30), "is above 1,000,000,000,000"),

@@ -11,9 +11,8 @@ import pytest
 
 import regard.cli.app as app
 import regard.cli.options as options
-from regard.cli import compare, convert
+from regard.cli import compare
 from regard.compare import CANDIDATES
-from regard.convert.targets import GRAMMAR
 from regard.hf import SMOLLM2
 
 VERBS = list(options.VERBS)
@@ -74,7 +73,6 @@ def test_the_installed_version_is_that_of_the_source():
 
 def test_what_the_options_list_is_what_there_is():
     assert compare.ROWS.split(", ") == [each.key for each in CANDIDATES]
-    assert convert.TARGETS == GRAMMAR
     assert options.DEFAULT_MODEL == SMOLLM2
 
 

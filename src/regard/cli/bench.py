@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Json, Threads, option, refuse, size, start, verb
+from regard.cli.options import Json, Threads, check_divides, option, size, start, verb
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.words import counted
 
@@ -34,8 +34,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time decoding and prefill on this machine: regard and its backends against torch."""
-    if num_heads % num_kv_heads:
-        refuse("--num-kv-heads", f"{num_kv_heads} does not divide the {num_heads} query heads")
+    check_divides(num_heads, num_kv_heads)
     start("regard.bench", threads=threads, timed=True)
     import torch
 
@@ -102,13 +101,12 @@ def _verdict(result: "Bench") -> str:
     faster, shapes = sum(ratio < 1 for ratio in differing), counted(len(result.shapes), "shape")
     said = f"regard is faster than torch's sdpa in {faster} of {shapes}"
     said += f", slower in {len(differing) - faster}"
-    better = "; ".join(each.shape.name for each in result.shapes if _has_better(each))
+    better = "; ".join(
+        each.shape.name
+        for each in result.shapes
+        if any(other.high < _own(each).low for other in each.entries[1:])
+    )
     return f"{said}. Another backend was faster than its choice: {better or 'nowhere'}."
-
-
-def _has_better(measured: "Measured") -> bool:
-    """Whether a backend's quartiles lie below those of regard's choice."""
-    return any(each.high < _own(measured).low for each in measured.entries[1:])
 
 
 def _absent(result: "Bench") -> dict[str, str]:

@@ -11,16 +11,13 @@ from rich.console import Console
 from regard.cli.layout import tabulate
 from regard.cli.options import Device, Json, Threads, option, start, verb
 from regard.cli.terminal import print_json, progress_bar, say, stdout
+from regard.names import TARGETS
 
 if TYPE_CHECKING:
     from regard.convert.measuring import Measured
     from regard.convert.report import Report
 
 COLUMNS = ("", "before", "after")
-TARGETS = (
-    "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
-    "mla:RANK, mla:RANK+ROPE, or mla with a budget"
-)
 
 
 @verb
@@ -96,9 +93,10 @@ def show(report: "Report", out: Path, console: Console) -> None:
     say(console, f"{report.model}: {report.was}, now {_named(report)}", bold=report.model)
     console.print()
     tabulate(console, COLUMNS, report.table())
+    dtype = f", in {report.dtype}" if report.dtype else ""
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
-    say(console, f"{report.quality}. {_saved(report, out)}: {how}.")
+    say(console, f"{report.quality}. Saved in {out}{dtype}: {how}.")
     say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
     console.print()
@@ -109,10 +107,6 @@ def _named(report: "Report") -> str:
     """The new attention, by the name that `regard compare` has for it."""
     target = report.target
     return str(target) if target.kind == "heads" else f"a {target.name} ({target})"
-
-
-def _saved(report: "Report", out: Path) -> str:
-    return f"Saved in {out}" + (f", in {report.dtype}" if report.dtype else "")
 
 
 def _ran(measured: "Measured") -> str:

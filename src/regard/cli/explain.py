@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -49,7 +48,10 @@ def explain(
 ) -> None:
     """Name the backend that runs a call, its simplified mask, and objections of the others."""
     given = {name: value for name, value in locals().items() if name in SIZES and value is not None}
-    _check_call(model, context, given)
+    if model is None and context is not None:
+        options.refuse("--context", "goes with a MODEL; of sizes it is --keys")
+    options.check_source(model, given, "num_heads", "head_dim")
+    options.check_divides(given.get("num_heads", 0), given.get("num_kv_heads", 1))
     options.start("regard.cli.explaining", threads=threads)
     from regard.cli.explaining import Tensors, of_model, of_sizes, refused
 
@@ -71,21 +73,6 @@ def explain(
         return
     title += f"; {counted(tokens, 'token')}, {counted(batch, 'row')}" if title else ""
     show(title, found, missing, stdout(80), why=why)
-
-
-def _check_call(model: Path | None, context: int | None, given: dict[str, Any]) -> None:
-    """Refuse sizes beside a model, and sizes that are no call."""
-    if model is not None and given:
-        options.refuse(options.spelled(min(given)), "a model says this itself")
-    if model is None and context is not None:
-        options.refuse("--context", "goes with a model; of sizes it is --keys")
-    if model is None and not {"num_heads", "head_dim"} <= given.keys():
-        options.refuse("MODEL", "give a model, or --num-heads and --head-dim")
-    if given.get("num_heads", 0) % given.get("num_kv_heads", 1):
-        options.refuse(
-            "--num-kv-heads",
-            f"{given['num_kv_heads']} does not divide the {given['num_heads']} query heads",
-        )
 
 
 def _layer(given: dict[str, Any]) -> "LayerShape":

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -147,6 +147,20 @@ def start(module: str, *, threads: int | None = None, timed: bool = False) -> No
 def refuse(option: str, reason: str) -> NoReturn:
     """Raise the error of an option: a sentence, and exit code 2."""
     raise typer.BadParameter(reason, param_hint=option)
+
+
+def check_source(model: Path | None, sizes: Mapping[str, Any], *needed: str) -> None:
+    """Refuse sizes beside a MODEL, and without one sizes that are not all that is needed."""
+    if model is not None and sizes:
+        refuse(spelled(min(sizes)), "a MODEL has its own sizes")
+    if model is None and not {*needed} <= sizes.keys():
+        refuse("MODEL", f"give a MODEL, or {' and '.join(map(spelled, needed))}")
+
+
+def check_divides(heads: int, kv_heads: int) -> None:
+    """Refuse key heads that do not divide the query heads."""
+    if heads % kv_heads:
+        refuse("--num-kv-heads", f"{kv_heads} does not divide the {heads} query heads")
 
 
 def spelled(name: str) -> str:

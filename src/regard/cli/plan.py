@@ -68,10 +68,7 @@ def plan(
 ) -> None:
     """Costs of each attention that a model could have: cache, time, and the context that fits."""
     sizes = {name: value for name, value in locals().items() if name in SIZES and value is not None}
-    if model is not None and sizes:
-        options.refuse(options.spelled(min(sizes)), "a MODEL has its own sizes")
-    if model is None and not {"num_heads", "hidden_size"} <= sizes.keys():
-        options.refuse("MODEL", "give a MODEL, or --num-heads and --hidden-size")
+    options.check_source(model, sizes, "num_heads", "hidden_size")
     if not 0 < memory <= MOST_MEMORY:
         options.refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
     options.start("regard.plan.planning")

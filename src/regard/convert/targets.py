@@ -20,13 +20,10 @@ from regard.convert.exact.portable import lacking
 from regard.convert.linear import JOINT_LATENT, refuse_unsupported, refuse_width_norm
 from regard.convert.lossy.directions import frequencies_of
 from regard.layers.attention import Attention
+from regard.names import TARGETS
 from regard.words import counted
 
 Form = Literal["exact-rope", "deepseek"]
-GRAMMAR = (
-    "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
-    "mla:RANK, mla:RANK+ROPE, or mla with a budget"
-)
 MEANT = {  # patterns of names that other commands have, or that are often written: what is meant
     "gqa": "gqa:2",
     r"(?:joint )?latent": "latent-50",
@@ -142,7 +139,7 @@ def target_of(
     first = shipped[0]
     found = re.fullmatch(r"(mha|mqa|gqa[:-](\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
     if found is None:
-        raise ValueError(f"to={to!r} is not one of {GRAMMAR}{_meant(to)}")
+        raise ValueError(f"to={to!r} is not one of {TARGETS}{_meant(to)}")
     if to.startswith("mla"):
         rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
         kind = form or ("deepseek" if rope_dim or portable else "exact-rope")

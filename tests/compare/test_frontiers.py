@@ -22,8 +22,8 @@ from regard.compare import (
     documents_of,
     frontier,
 )
+from regard.compare.candidates import evicted, methods, within
 from regard.compare.frontiers import DECODED, bootstrap
-from regard.compare.methods import evicted, methods, within
 from regard.compare.needles import answered
 from regard.compare.runner import Runner
 from regard.hf import attention_modules, attention_of

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from regard.compare import CANDIDATES, Runner, chosen, runner
-from regard.compare.runner import Runners
-from regard.compare.work import Work
+from regard.compare.runner import Runners, Work
 from regard.convert.exact.expand import spell_out
 from regard.hf import attention_modules, attention_of
 from tiny import tiny, tokens
@@ -66,3 +65,22 @@ def test_layers_are_converted_once_when_the_first_row_needs_them(texts, monkeypa
     assert [len(each) for each in calls] == [2] and not runners.missing
     assert found["mqa"].layers[0].kind == "MQA" and found["mha"].layers[0].kind == "MHA"
     assert "no divisor" in found["gqa"]
+
+
+def test_shares_of_a_step_lie_between_its_ends():
+    seen = []
+    work = Work(lambda *given: seen.append(given), total=30)
+    work.begin("first", 10)
+    work.begin("second", 20)
+    for part in range(1, 5):
+        work.part("layers", part, 4)
+    work.end()
+    assert seen == [
+        ("first", 0, 30),
+        ("second", 10, 30),
+        ("layers: 1 of 4", 15, 30),
+        ("layers: 2 of 4", 20, 30),
+        ("layers: 3 of 4", 25, 30),
+        ("layers: 4 of 4", 30, 30),
+        ("done", 30, 30),
+    ]

@@ -66,7 +66,6 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
 }
 TESTLESS = {  # modules without tests of their own
     "__main__.py": "two lines; tests/cli runs the command",
-    "methods.py": "the rows of a frontier; test_frontiers.py",
     "needles.py": "questions after compression; test_frontiers.py",
     "columns.py": "softmax and packing of the prefill kernel; test_launching_prefill.py runs them",
     "panels.py": "constants of the prefill kernel; test_launching_prefill.py",

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from regard.cache import QuantizedCache
+from regard.cache.quantized import streams_with_room
 from regard.compare.candidates import Candidate
-from regard.compare.runner import Runner
-from regard.hf import attention_modules, attention_of
+from regard.convert.targets import Target
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
+from regard.masks import Causal
+from regard.ops.observed import calls_run
 from regard.rope import Rotary
-
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @contextmanager
@@ -62,27 +64,28 @@ def kernels_ahead(
 def compile_kernels(
     model: Path, candidates: Sequence[Candidate], *, context: int, dtype: str | None = None
 ) -> None:
-    """Run a model of one such layer as each row runs: a prefill, a step, and the step repeated."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Run a layer of each row with its cache: a prefill, a step, and a step that is repeated."""
+    from regard.hf.generating.caches import KINDS, NAMES
 
-    given = json.loads((model / "config.json").read_text())
-    sizes = {name: given[name] for name in SIZES if given.get(name)}
-    config = LlamaConfig(**sizes, num_hidden_layers=1, intermediate_size=8, vocab_size=8)
-    small = LlamaForCausalLM(config).to(getattr(torch, dtype or "float32")).eval()
-    (own,) = map(attention_of, attention_modules(small).values())
-    tokens = torch.zeros(1, context, dtype=torch.int64)
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    sizes: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": width}
+    own = Attention(config["hidden_size"], heads, **sizes, rope=Rotary(width), mask=Causal())
+    x = torch.zeros(1, context, own.hidden_size, dtype=getattr(torch, dtype or "float32"))
     for each in candidates:
-        with suppress(ValueError):  # the model cannot have this row
-            target = each.choose([own], small.dtype)
-            latent = target is not None and target.kind == "deepseek"
-            runner = Runner(small, [_latent(own, target)] if latent else None, cache=each.cache)
-            runner.hidden(tokens)
-            for _ in range(2):
-                runner.step(tokens[:, :1])
+        if isinstance(each.cache, str):
+            kind, options = NAMES[each.cache]
+            with suppress(ValueError):  # the model cannot have this row
+                layer = _layer(own, each.choose([own], x.dtype)).to(x.dtype)
+                _run(layer, KINDS[kind](**options)(None), x)
 
 
-def _latent(own: Attention, target: Any) -> MultiHeadLatentAttention:
-    """DeepSeek's MLA in the sizes of a conversion."""
+def _layer(own: Attention, target: Target | None) -> Any:
+    """The layer whose kernels a row decodes with: that of the model, or DeepSeek's MLA."""
+    if target is None or target.kind != "deepseek":
+        return own
     return MultiHeadLatentAttention(
         own.hidden_size,
         own.num_heads,
@@ -93,3 +96,25 @@ def _latent(own: Attention, target: Any) -> MultiHeadLatentAttention:
         rope=Rotary(target.rope_dim),
         mask=own.mask,
     )
+
+
+def _run(layer: Any, cache: Any, x: Tensor) -> None:
+    """Fill a cache and decode; then, if an installed model would, repeat that in compiled code."""
+    from regard.hf.running.steps import is_quickest
+    from regard.ops.kernels.encoding import codes_of  # imports numba
+    from regard.ops.kernels.stepping import Plan
+
+    layer(x, cache=cache)
+    prepared: list[Any] = []
+    with calls_run(lambda call, *given: prepared.append(call)):
+        layer(x[:, :1], cache=cache)
+    if not isinstance(layer, Attention) or not is_quickest(prepared[-1]):
+        return
+    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
+    codes = codes_of(streams)
+    if codes is not None:
+        heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        q, k = (x.new_zeros(1, count, 1, width) for count in (heads, kv_heads))
+        step = Plan.of(x.dtype, 1, heads, kv_heads, width, width, *codes)
+        keys, values = streams
+        step.run(q, k, k, keys, values, cache.length, signed=False, scale=1.0)

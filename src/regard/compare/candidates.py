@@ -1,4 +1,8 @@
-"""The attentions that a model is compared with, as data; a new one is an entry of `CANDIDATES`."""
+"""The attentions that a model is compared with, as data; a new one is an entry of `CANDIDATES`.
+
+The rows of a frontier are ways to make a cache smaller: quantise, evict, share heads, compress into
+latents, and several of these together.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,9 +11,14 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache
+from regard.cache import Cache, KVCache, QuantizedCache
+from regard.compare.shapes import bytes_of_caches, storage_in
 from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
+from regard.names import FORMATS
+from regard.plan.shapes import LayerShape
+from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, SnapKV, Streaming
+from regard.sparse.scores import Score
 from regard.words import one_of
 
 Choose = Callable[[Sequence[Attention], torch.dtype], Target | None]
@@ -154,3 +163,77 @@ def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
     if ALL in wanted:
         wanted |= {each.key for each in CANDIDATES if each.usual}
     return tuple(each for each in CANDIDATES if each.key in wanted)
+
+
+SCORES: dict[str, Score] = {
+    "expected attention": ExpectedAttention(),
+    "last queries": SnapKV(),
+    "streaming": Streaming(),
+}
+SHARES = (0.75, 0.5, 0.25)
+USUAL = ("shipped", "int8", "k8v4", "k6v4", "k4v4", "latent-75", "latent-50")  # of `CANDIDATES`
+
+
+def evicted(share: float, score: str = "expected attention", format: str = "") -> Candidate:
+    """A row whose cache keeps a share of the tokens; in codes of a format if one is given.
+
+    Args:
+        share: of the tokens seen.
+        score: a name of `SCORES`.
+        format: of the rows that are kept, such as `"K8V4"`.
+
+    Examples:
+        >>> from regard.compare.candidates import evicted
+        >>> evicted(0.5, format="K8V4").name
+        '{kind}, evicted to 50 %, K8V4'
+    """
+    by = "" if score == "expected attention" else f" by {score}"
+    stored = f", {format}" if format else ""
+    make: Callable[[], Cache] = partial(EvictingCache, share, SCORES[score])
+    if format:
+        make = partial(QuantizedEvicting, share, SCORES[score], format=format)
+    return Candidate(
+        f"evicted-{share:.0%}-{score}-{format}",
+        f"{{kind}}, evicted to {share:.0%}{by}{stored}".replace("%", " %"),
+        as_shipped,
+        cache=make,
+    )
+
+
+def methods() -> tuple[Candidate, ...]:
+    """The rows of a frontier without a budget, the shipped one first."""
+    own = [each for key in USUAL for each in CANDIDATES if each.key == key]
+    scores = [evicted(share, score) for score in SCORES for share in SHARES]
+    together = [
+        evicted(share, format=format) for format in ("K8V4", "K4V4") for share in (0.75, 0.5)
+    ]
+    return (*own, *scores, *together)
+
+
+def within(
+    budget: float, layers: Sequence[LayerShape], *, context: int, dtype: str
+) -> tuple[Candidate, ...]:
+    """The rows of a frontier whose caches have a share `budget` of the model's own bytes, or less.
+
+    Each format is evicted to what is left of the budget; latents have the rank that it allows.
+
+    Args:
+        budget: a share in (0, 1).
+        layers: the sizes of the model's layers.
+        context: tokens.
+        dtype: of the checkpoint.
+    """
+    plain = bytes_of_caches(layers, storage_in(KVCache()), context=context, dtype=dtype)
+    found = [CANDIDATES[0]]
+    for format in ("", *FORMATS):
+        cache = QuantizedCache(format=format) if format else KVCache()
+        share = bytes_of_caches(layers, storage_in(cache), context=context, dtype=dtype) / plain
+        if share <= budget:
+            found += [each for each in CANDIDATES if each.cache == format]
+            continue
+        kept = int(100 * budget / share) / 100
+        if kept > 0:
+            scores = SCORES if not format else ("expected attention",)
+            found += [evicted(kept, score, format) for score in scores]
+    latent = f"latent-{budget:.0%}".removesuffix("%")
+    return (*found, *(each for each in CANDIDATES if each.key == latent))

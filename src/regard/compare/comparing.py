@@ -17,10 +17,9 @@ from regard.compare.measure import DECODED, Row, Sample, time_prefills
 from regard.compare.proving import proved
 from regard.compare.reasons import outside, reasons
 from regard.compare.result import Comparison
-from regard.compare.runner import Runner, Runners
+from regard.compare.runner import PREFILLING, ROW, Progress, Runner, Runners, Work
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
-from regard.compare.work import PREFILLING, ROW, Progress, Work
 from regard.convert.measuring import LOGITS, dtype_name, last_logits
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states

@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from regard.compare.candidates import Candidate
+from regard.compare.candidates import Candidate, methods, within
 from regard.compare.measure import Row
-from regard.compare.methods import methods, within
 from regard.compare.needles import Document, answered
-from regard.compare.runner import Runner, Runners
+from regard.compare.runner import Progress, Runner, Runners, Work
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_in, storage_of
 from regard.compare.texts import Texts
-from regard.compare.work import Progress, Work
 from regard.convert.measuring import dtype_name
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import logits_of
@@ -212,7 +210,7 @@ def frontier(
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from regard.compare import Texts, frontier
-        >>> from regard.compare.methods import evicted, methods
+        >>> from regard.compare.candidates import evicted, methods
         >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
         ...     num_hidden_layers=1, intermediate_size=16)
         >>> model = LlamaForCausalLM(config).eval()

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.convert.exact.expand import spell_out
 from regard.convert.lossy.allocating import allot, importance
-from regard.convert.lossy.calibrate import Made, Make, Step, refitted, walk, watch
+from regard.convert.lossy.calibrate import Made, Make, Step, input_moments, refitted, walk
 from regard.convert.lossy.decouple import common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, energies_of, latentize
 from regard.convert.lossy.regroup import regroup
@@ -127,13 +127,8 @@ def convert(
     lossy = [each for each in made.values() if not each.layers]
     if lossy:
         _check_text(tokens)
-        gradients = _Gradients()
-        makers = [
-            _maker(model, each.target, shipped, tokens, gradients, progress) for each in lossy
-        ]
-        makes = [
-            _appending(each, list(modules), make) for each, make in zip(lossy, makers, strict=True)
-        ]
+        text = _Calibration(model, shipped, tokens, progress)
+        makes = [_appending(each, list(modules), text.maker(each.target)) for each in lossy]
         walk(model, tokens, makes, progress=partial(progress, "layers"))
     return [made[target] for target in targets]
 
@@ -151,108 +146,82 @@ def _exact(target: Target, shipped: Sequence[Attention]) -> Converted | None:
     layers: list[nn.Module]
     if target.kind == "heads" and target.num_kv_heads % shipped[0].num_kv_heads == 0:
         layers = [spell_out(layer, target.num_kv_heads) for layer in shipped]
-    elif target.kind == "exact-rope" and all(_is_full(target, layer) for layer in shipped):
+    elif target.kind == "exact-rope" and all(
+        target.rank >= min(layer.hidden_size, 2 * layer.num_kv_heads * layer.head_dim)
+        for layer in shipped
+    ):
         layers = [as_latent(layer) for layer in shipped]
     else:
         return None
     return Converted(target, layers, [])
 
 
-def _is_full(target: Target, layer: Attention) -> bool:
-    return target.rank >= min(layer.hidden_size, 2 * layer.num_kv_heads * layer.head_dim)
+@dataclass(eq=False)
+class _Calibration:
+    """A model, its layers and text, from which layers of every target are made."""
 
+    model: Any
+    shipped: Sequence[Attention]
+    tokens: Tensor
+    progress: Progress
+    _gradients: tuple[nn.Module, Tensor] | None = None
 
-def _maker(
-    model: Any,
-    target: Target,
-    shipped: Sequence[Attention],
-    tokens: Tensor,
-    gradients: "_Gradients",
-    progress: Progress,
-) -> Callable[[Step], nn.Module]:
-    """The function that converts one layer, after choosing what all layers share."""
-    if target.kind == "heads":
-        return lambda step: (
-            regroup(
-                attention_of(step.module),
-                target.num_kv_heads,
-                covariance=step.moments.augmented,
-                method=target.method,
-            ).layer
-        )
-    if target.kind == "exact-rope":
-        ranks = _ranks(model, target, shipped, tokens, progress)
-        return lambda step: (
-            latentize(
-                attention_of(step.module),
-                rank=ranks[step.index],
-                covariance=step.moments.covariance,
-                inputs=step.x,
-                gradients=gradients.of(step),
-            ).layer
-        )
-    counts = _counts(model, target, shipped, tokens) if target.portable else None
-    rank = target.rank - target.portable
-    return lambda step: (
-        decouple(
-            attention_of(step.module),
-            rank=rank,
-            rope_dim=target.rope_dim,
-            covariance=step.moments.covariance,
-            counts=counts,
-            inputs=step.x,
-            gradients=gradients.of(step),
-        ).layer
-    )
+    def maker(self, target: Target) -> Callable[[Step], nn.Module]:
+        """The function that converts one layer, after choosing what all layers share."""
+        if target.kind == "heads":
+            options: dict[str, Any] = {"method": target.method}
+            return lambda step: (
+                regroup(
+                    attention_of(step.module),
+                    target.num_kv_heads,
+                    covariance=step.moments.augmented,
+                    **options,
+                ).layer
+            )
+        if target.kind == "exact-rope":
+            ranks = self._ranks(target)
+            return lambda step: (
+                latentize(
+                    attention_of(step.module), rank=ranks[step.index], **self._fit(step)
+                ).layer
+            )
+        rank, rope_dim = target.rank - target.portable, target.rope_dim
+        sizes: dict[str, Any] = {"rank": rank, "rope_dim": rope_dim}
+        sizes["counts"] = self._counts(rope_dim) if target.portable else None
+        return lambda step: decouple(attention_of(step.module), **sizes, **self._fit(step)).layer
 
+    def _fit(self, step: Step) -> dict[str, Any]:
+        """The text that one layer's latent is fitted to. Gradients are over the model's own inputs:
+        over those behind converted layers they are nearly the same, and so conversions share them.
+        """
+        if self._gradients is None or self._gradients[0] is not step.module:
+            found = gradients_of(attention_of(step.module), step.own)
+            self._gradients = step.module, found
+        given = {"covariance": step.moments.covariance, "inputs": step.x}
+        return given | {"gradients": self._gradients[1]}
 
-class _Gradients:
-    """The gradients of one layer at a time, over the model's own inputs: over those behind
-    converted layers they are nearly the same, and so all conversions share them."""
+    def _ranks(self, target: Target) -> list[int]:
+        """A rank for each layer: the same for all, or allotted by how much predictions suffer."""
+        if not target.by_layer:
+            return [target.rank] * len(self.shipped)
+        self.progress("ranks", 0, len(self.shipped))
+        modules = list(attention_modules(self.model).values())
+        some = self.tokens[:: max(1, len(self.tokens) // TRIALS)][:TRIALS, :TRIAL]
+        weights = importance(self.model, modules, some)
+        with recording(modules) as calls:
+            self.model.base_model(input_ids=some, use_cache=False)
+        costs = []
+        for index, (layer, (call,)) in enumerate(zip(self.shipped, calls, strict=True)):
+            costs.append(weights[index] * energies_of(layer, call.x).cpu())
+            self.progress("ranks", index + 1, len(self.shipped))
+        return allot(costs, target.rank)
 
-    def __init__(self) -> None:
-        self._of: tuple[nn.Module, Tensor] | None = None
-
-    def of(self, step: Step) -> Float[Tensor, "T R"]:
-        if self._of is None or self._of[0] is not step.module:
-            self._of = step.module, gradients_of(attention_of(step.module), step.own)
-        return self._of[1]
-
-
-def _ranks(
-    model: Any,
-    target: Target,
-    shipped: Sequence[Attention],
-    tokens: Tensor,
-    progress: Progress,
-) -> list[int]:
-    """A rank for each layer: the same for all, or allotted by how much the predictions suffer."""
-    if not target.by_layer:
-        return [target.rank] * len(shipped)
-    progress("ranks", 0, len(shipped))
-    modules = list(attention_modules(model).values())
-    some = tokens[:: max(1, len(tokens) // TRIALS)][:TRIALS, :TRIAL]
-    weights = importance(model, modules, some)
-    with recording(modules) as calls:
-        model.base_model(input_ids=some, use_cache=False)
-    costs = []
-    for index, (layer, (call,)) in enumerate(zip(shipped, calls, strict=True)):
-        costs.append(weights[index] * energies_of(layer, call.x).cpu())
-        progress("ranks", index + 1, len(shipped))
-    return allot(costs, target.rank)
-
-
-def _counts(
-    model: Any, target: Target, shipped: Sequence[Attention], tokens: Tensor
-) -> tuple[int, ...]:
-    """How many components of each frequency to rotate, equally in all layers."""
-    with watch(list(attention_modules(model).values())) as moments:
-        for window in tokens:
-            model.base_model(input_ids=window[None], use_cache=False)
-    pairs = zip(shipped, moments, strict=True)
-    return common_counts(
-        [components(layer, each.covariance).harm for layer, each in pairs], target.rope_dim
-    )
+    def _counts(self, rope_dim: int) -> tuple[int, ...]:
+        """How many components of each frequency to rotate, equally in all layers."""
+        moments = input_moments(self.model, self.tokens)
+        pairs = zip(self.shipped, moments, strict=True)
+        harms = [components(layer, each.covariance).harm for layer, each in pairs]
+        return common_counts(harms, rope_dim)
 
 
 def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:

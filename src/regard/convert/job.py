@@ -85,7 +85,8 @@ def run_job(
     dtype = job.dtype or stored
     target, was = _target(job, skeleton(job.model), dtype, stored)
     progress("loading", 0, 0)
-    model, tokenizer = _loaded(job, progress)
+    where = {"device": job.device, "low_memory": job.low_memory}  # in float32, as conversions are
+    model, tokenizer = load(job.model, **where, progress=progress)
     texts = _Texts.of(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
     before = measure(model, texts.measured, stored)
@@ -122,11 +123,6 @@ def run_job(
     save(made, tokenizer, job.out, card=card(report), report=report.as_dict(), dtype=dtype)
     shutil.rmtree(_state(job), ignore_errors=True)
     return report
-
-
-def _loaded(job: Job, progress: Progress) -> tuple[Any, Any]:
-    """The model in float32, in which conversions are computed, and its tokenizer."""
-    return load(job.model, device=job.device, low_memory=job.low_memory, progress=progress)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.convert.linear import weight_and_bias
-from regard.convert.lossy.calibrate import watch
+from regard.convert.lossy.calibrate import input_moments
 from regard.hf import attention_modules, attention_of
 from regard.layers.attention import Attention
 from regard.sparse import QueryMoments
@@ -42,8 +42,7 @@ def query_moments(model: Any, windows: Int[Tensor, "N L"]) -> list[QueryMoments]
         >>> moments[0].mean.shape
         torch.Size([2, 8])
     """
-    modules = list(attention_modules(model).values())
-    layers = [attention_of(module) for module in modules]
+    layers = [attention_of(module) for module in attention_modules(model).values()]
     for layer in layers:
         if type(layer) is not Attention or layer.q_norm is not None:
             raise ValueError(
@@ -51,11 +50,8 @@ def query_moments(model: Any, windows: Int[Tensor, "N L"]) -> list[QueryMoments]
                 f"of {layer.kind}; use ExpectedAttention() without moments, which reads the "
                 "queries of the text itself"
             )
-    with watch(modules) as inputs:
-        for window in windows:
-            model.base_model(input_ids=window[None], use_cache=False)
     found = []
-    for layer, moments in zip(layers, inputs, strict=True):
+    for layer, moments in zip(layers, input_moments(model, windows), strict=True):
         weight, bias = weight_and_bias(layer, "q_proj")
         heads = weight.double().unflatten(0, (layer.num_heads, layer.head_dim))
         assert moments.sum is not None

@@ -190,7 +190,11 @@ def check_fits(target: Target, layer: Attention) -> None:
     if target.kind == "heads":
         wanted, have = target.num_kv_heads, layer.num_kv_heads
         if wanted < 1 or (have % wanted and (wanted % have or layer.num_heads % wanted)):
-            fitting = [n for n in range(1, layer.num_heads + 1) if _divides(n, layer)]
+            fitting = [
+                n
+                for n in range(1, layer.num_heads + 1)
+                if have % n == 0 or n % have == layer.num_heads % n == 0
+            ]
             raise ValueError(
                 f"{wanted} key heads: the model has {have} for {layer.num_heads} query heads, and "
                 f"can have {', '.join(map(str, fitting))}"
@@ -218,11 +222,6 @@ def check_fits(target: Target, layer: Attention) -> None:
                 f"rope_dim={target.rope_dim} is not an even number in 2..{most}, the number of "
                 "rotated channels of all keys"
             )
-
-
-def _divides(wanted: int, layer: Attention) -> bool:
-    have = layer.num_kv_heads
-    return have % wanted == 0 or (wanted % have == 0 and layer.num_heads % wanted == 0)
 
 
 def _refuse_latent(to: str, form: object, portable: bool, budget: object) -> None:

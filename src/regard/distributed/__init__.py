@@ -4,8 +4,7 @@ from regard.distributed.clipping import clip_gradients
 from regard.distributed.context.parallel import context_parallel
 from regard.distributed.context.plan import ContextParallel
 from regard.distributed.context.summing import sum_gradients
-from regard.distributed.decode.caches import sharded_caches
-from regard.distributed.decode.sharded import ShardedCache
+from regard.distributed.decode.sharded import ShardedCache, sharded_caches
 from regard.distributed.ranks import RankError, counted
 from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import HeadLayout, HeadSplit

@@ -6,9 +6,8 @@ import torch
 from layers import LAYERS, assert_same, attention, inputs, make, run_in_pieces, scattered
 from ranks import on_ranks
 from regard import Alibi, Causal, Dense, KVCache, Padding, QuantizedCache, Rotary, Where
-from regard.distributed.decode.caches import sharded_caches
 from regard.distributed.decode.heads import merge_over_ranks
-from regard.distributed.decode.sharded import ShardedCache
+from regard.distributed.decode.sharded import ShardedCache, sharded_caches
 from regard.distributed.ranks import Ranks, counted
 from regard.distributed.tensor.parallel import tensor_parallel
 from regard.ops.partial import Partial

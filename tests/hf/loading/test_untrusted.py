@@ -19,7 +19,7 @@ import regard.hf
 from checkpoints import tiny, write_gguf
 from regard.hf import CheckpointError
 from regard.hf.loading.reading_gguf import check_gguf
-from regard.hf.loading.untrusted_weights import check_safetensors
+from regard.hf.loading.untrusted import check_safetensors
 
 TIMES = 10 if os.environ.get("REGARD_LONG") == "1" else 1
 CHUNKS = 10

@@ -150,15 +150,13 @@ def _objections(layer: Any, first: Any) -> list[str]:
     rope, other = layer.rope, first.rope
     if not isinstance(rope, Rotary) or (rope.scaling is not None and rope.scaling.uses_length):
         found.append(f"its rope is {rope!r}, which has no fixed frequencies")
-    elif not found and not _alike(rope, other):
+    elif not found and (
+        rope.pairing != other.pairing or not torch.equal(_frequencies(rope), _frequencies(other))
+    ):
         found.append("its frequencies are not those of layer 0, and one list serves all layers")
     elif not found and (rope.attention_factor != 1.0 or float(_frequencies(rope).min()) < 0):
         found.append("its rope scales queries and keys, or has negative frequencies")
     return found
-
-
-def _alike(rope: Rotary, other: Rotary) -> bool:
-    return rope.pairing == other.pairing and torch.equal(_frequencies(rope), _frequencies(other))
 
 
 def _frequencies(rope: Rotary) -> Float64[Tensor, " half"]:

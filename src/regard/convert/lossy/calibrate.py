@@ -120,6 +120,14 @@ def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
         yield moments
 
 
+def input_moments(model: Any, windows: Int[Tensor, "N L"]) -> list[Moments]:
+    """The moments of the inputs of each attention module of a model over some text."""
+    with watch(list(attention_modules(model).values())) as moments:
+        for window in windows:
+            model.base_model(input_ids=window[None], use_cache=False)
+    return moments
+
+
 @dataclass(frozen=True)
 class Step:
     """One layer to convert, as `walk` passes it to each function that converts.

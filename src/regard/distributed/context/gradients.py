@@ -58,93 +58,80 @@ class Sums:
     learned: tuple[Tensor, ...]
 
 
-def add_gradients(
-    scoring: Scoring,
-    place: Rectangle,
-    known: Attended,
-    keys: tuple[Tensor, Tensor],
-    sums: Sums,
-    of_keys: tuple[Tensor, Tensor],
-) -> None:
-    """Add a rectangle's share of all gradients.
+@dataclass(frozen=True, eq=False)
+class OfKeys:
+    """The backward pass over some keys, one rectangle after another.
 
-    Args:
+    Attributes:
         scoring: how scores are computed.
-        place: the rectangle.
         known: the queries, and the results of the forward pass.
-        keys: all keys and values at hand.
+        keys: keys and values.
         sums: the gradients of the queries and of the score bias.
         of_keys: the gradients of the keys and values.
     """
-    if scoring.fused:
-        for part in from_diagonal(scoring.mask, place):
-            _add_fused(scoring, part, known, keys, sums, of_keys)
-        return
-    heads = known.q.shape[0] * known.q.shape[1]
-    for tile in tiles(scoring, place, heads):
-        _add_tile(scoring, tile, known, keys, sums, of_keys)
 
+    scoring: Scoring
+    known: Attended
+    keys: tuple[Tensor, Tensor]
+    sums: Sums
+    of_keys: tuple[Tensor, Tensor]
 
-def _add_fused(
-    scoring: Scoring,
-    place: Rectangle,
-    known: Attended,
-    keys: tuple[Tensor, Tensor],
-    sums: Sums,
-    of_keys: tuple[Tensor, Tensor],
-) -> None:
-    """By the kernel's own backward pass."""
-    overflow = any(
-        not torch.equal(x, clamped(x)) for x in (place.of_queries(known.q), place.of_keys(keys[0]))
-    )
-    for part, step, inputs in fused_steps(scoring, place, known.q, *keys):
-        block, width = step.block, inputs[0].shape[3]
-        out, lse, slope = (
-            block.of_queries(part.of_queries(x)) for x in (known.out, known.lse, known.slope)
-        )
-        lse = for_masked(step, lse, torch.inf)  # weights of 0
-        grads = backward_block(
-            step, overflow, _widened(slope, width), _widened(out, width), lse, *inputs
-        )
-        block.of_queries(part.of_queries(sums.q)).add_(grads[0][..., : known.q.shape[3]])
-        for total, grad in zip(of_keys, grads[1:], strict=True):
-            block.add_to_keys(part.of_keys(total), grad[..., : total.shape[3]])
+    def add(self, place: Rectangle) -> None:
+        """Add a rectangle's share of all gradients."""
+        scoring, q = self.scoring, self.known.q
+        if scoring.fused:
+            for part in from_diagonal(scoring.mask, place):
+                self._add_fused(part)
+            return
+        for tile in tiles(scoring, place, q.shape[0] * q.shape[1]):
+            self._add_tile(tile)
+
+    def _add_fused(self, place: Rectangle) -> None:
+        """By the kernel's own backward pass."""
+        known, q = self.known, self.known.q
+        both = place.of_queries(q), place.of_keys(self.keys[0])
+        overflow = any(not torch.equal(x, clamped(x)) for x in both)
+        for part, step, inputs in fused_steps(self.scoring, place, q, *self.keys):
+            block, width = step.block, inputs[0].shape[3]
+            out, lse, slope = (
+                block.of_queries(part.of_queries(x)) for x in (known.out, known.lse, known.slope)
+            )
+            lse = for_masked(step, lse, torch.inf)  # weights of 0
+            grads = backward_block(
+                step, overflow, _widened(slope, width), _widened(out, width), lse, *inputs
+            )
+            block.of_queries(part.of_queries(self.sums.q)).add_(grads[0][..., : q.shape[3]])
+            for total, grad in zip(self.of_keys, grads[1:], strict=True):
+                block.add_to_keys(part.of_keys(total), grad[..., : total.shape[3]])
+
+    def _add_tile(self, tile: Rectangle) -> None:
+        """By autograd: the scores are computed again, and differentiated."""
+        known, sums = self.known, self.sums
+        q, k, v = (_leaf(x) for x in (tile.of_queries(known.q), *map(tile.of_keys, self.keys)))
+        totals = tile.of_queries(sums.q), *map(tile.of_keys, self.of_keys)
+        pairs = list(zip((q, k, v), totals, strict=True))
+        bias = None if known.bias is None else _leaf(tile.of_scores(known.bias))
+        if bias is not None and sums.bias is not None:
+            pairs.append((bias, tile.of_scores(sums.bias)))
+        learned = [_leaf(x) for x in known.learned]
+        pairs += zip(learned, sums.learned, strict=True)
+        call = self.scoring.call(tile.span, q, k, v, bias)
+        if is_empty(call):
+            return
+        if isinstance(rule := call.score_bias, nn.Module):
+            names = (name for name, _ in rule.named_parameters())
+            call = call.but(score_bias=BiasWith(rule, dict(zip(names, learned, strict=True))))
+        with torch.enable_grad():
+            loss = _surrogate(call, tile, known, q, k, v)
+        grads = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], allow_unused=True)
+        for (_, total), grad in zip(pairs, grads, strict=True):
+            if grad is not None:
+                total.add_(grad)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
     """Pad with columns of zeros to the width of the kernel's values."""
     return columns_contiguous(nn.functional.pad(x, (0, width - x.shape[3])))
-
-
-def _add_tile(
-    scoring: Scoring,
-    tile: Rectangle,
-    known: Attended,
-    keys: tuple[Tensor, Tensor],
-    sums: Sums,
-    of_keys: tuple[Tensor, Tensor],
-) -> None:
-    """By autograd: the scores are computed again, and differentiated."""
-    q, k, v = (_leaf(x) for x in (tile.of_queries(known.q), *map(tile.of_keys, keys)))
-    pairs = [(q, tile.of_queries(sums.q))]
-    pairs += [(leaf, tile.of_keys(total)) for leaf, total in zip((k, v), of_keys, strict=True)]
-    bias = None if known.bias is None else _leaf(tile.of_scores(known.bias))
-    if bias is not None and sums.bias is not None:
-        pairs.append((bias, tile.of_scores(sums.bias)))
-    learned = [_leaf(x) for x in known.learned]
-    pairs += list(zip(learned, sums.learned, strict=True))
-    call = scoring.call(tile.span, q, k, v, bias)
-    if is_empty(call):
-        return
-    if isinstance(rule := call.score_bias, nn.Module):
-        names = (name for name, _ in rule.named_parameters())
-        call = call.but(score_bias=BiasWith(rule, dict(zip(names, learned, strict=True))))
-    with torch.enable_grad():
-        loss = _surrogate(call, tile, known, q, k, v)
-    grads = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], allow_unused=True)
-    for (_, total), grad in zip(pairs, grads, strict=True):
-        if grad is not None:
-            total.add_(grad)
 
 
 def _surrogate(

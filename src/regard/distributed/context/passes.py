@@ -15,7 +15,7 @@ from regard.distributed.context.exchanging import (
     Streams,
     Tokens,
 )
-from regard.distributed.context.gradients import Attended, Sums, add_gradients, of_sinks
+from regard.distributed.context.gradients import Attended, OfKeys, Sums, of_sinks
 from regard.distributed.context.needed import length_of, slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
 from regard.masks.runs import Runs
@@ -246,8 +246,9 @@ class _Backward:
         recorded = Recorded.of(task.expansion, tensors, needed, task.streams)
         k, v = (x.detach() for x in recorded.made)
         of_keys = self._zeros(k), self._zeros(v)
+        backward = OfKeys(task.scoring, self.known, (k, v), self.sums, of_keys)
         for place in rectangles(task.slots, tokens.runs):
-            add_gradients(task.scoring, place, self.known, (k, v), self.sums, of_keys)
+            backward.add(place)
         found = recorded.gradients(of_keys)
         for total, grad in zip(self.of_parameters, found[task.streams :], strict=True):
             if grad is not None:

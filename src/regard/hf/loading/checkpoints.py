@@ -22,13 +22,14 @@ from regard.hf.loading.reading_gguf import check_gguf, read_once
 from regard.hf.loading.skeleton import MEND, check_report, check_skeleton, model_class
 from regard.hf.loading.untrusted import (
     CheckpointError,
+    Contents,
     check_config,
     check_files,
     check_json_files,
+    check_weights,
     read_json,
     refused,
 )
-from regard.hf.loading.untrusted_weights import Contents, check_weights
 from regard.hf.packages import quiet, require
 
 SLOW = 10.0  # seconds of reading a GGUF: if longer, and no copy could be written, a warning

@@ -15,10 +15,10 @@ from regard.hf.loading.untrusted import (
     check_config,
     check_files,
     check_json_files,
+    check_weights,
     read_json,
     refused,
 )
-from regard.hf.loading.untrusted_weights import check_weights
 from regard.hf.placing.place import place
 
 MODEL_TYPE = "regard"

@@ -15,8 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from regard.hf.loading.untrusted import MEBIBYTE, CheckpointError, check_number, refused
-from regard.hf.loading.untrusted_weights import Contents
+from regard.hf.loading.untrusted import MEBIBYTE, CheckpointError, Contents, check_number, refused
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 
-from regard.hf.loading.untrusted import refused
-from regard.hf.loading.untrusted_weights import Contents
+from regard.hf.loading.untrusted import Contents, refused
 
 MODULES = 16  # modules and parameters for each tensor at most; published models have up to 3
 FREE = 2_000  # modules and parameters that any model may have, however few its tensors

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.hf.families.table import Family, own, probability
 from regard.hf.packages import cache_in
-from regard.hf.running import latent, latent_kv
+from regard.hf.running import latent
 from regard.hf.running.calls import positions_of_queries
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import AllOf, Causal, Mask, SlidingWindow
@@ -57,7 +57,7 @@ class PlacedLatentKV(LatentKVAttention):
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
-        return latent_kv.forward(self, hidden_states, attention_mask=attention_mask, **given)
+        return latent.forward_joint(self, hidden_states, attention_mask=attention_mask, **given)
 
 
 class PlacedMLA(MultiHeadLatentAttention):

@@ -85,8 +85,8 @@ def run_job(
     dtype = job.dtype or stored
     target, was = _target(job, skeleton(job.model), dtype, stored)
     progress("loading", 0, 0)
-    where = {"device": job.device, "low_memory": job.low_memory}  # in float32, as conversions are
-    model, tokenizer = load(job.model, **where, progress=progress)
+    where: dict[str, Any] = {"device": job.device, "low_memory": job.low_memory}
+    model, tokenizer = load(job.model, **where, progress=progress)  # in float32
     texts = _Texts.of(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
     before = measure(model, texts.measured, stored)

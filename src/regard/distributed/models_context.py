@@ -33,8 +33,8 @@ from regard.distributed.shards import Layout, Shards, shards_of
 from regard.distributed.tensor.heads import split_of
 from regard.hf.families import rotating
 from regard.hf.families.finding import find, unknown_attention
-from regard.hf.families.recognising import family_of
-from regard.hf.families.table import Family, is_placed
+from regard.hf.families.recognising import known_family
+from regard.hf.families.table import is_placed
 from regard.masks import EVERYTHING, Documents, Mask, Padding
 
 IGNORED = -100  # the label of a token without one, as torch's cross_entropy has it
@@ -52,7 +52,7 @@ class ModelContextParallel(ContextParallel):
         return 1
 
     def _sends(self, layer: Any) -> tuple[Mask, tuple[int, int]]:
-        return _family(layer).pattern_of(layer), _widths_of(layer)
+        return known_family(layer).pattern_of(layer), _widths_of(layer)
 
 
 def context_parallel_of_model(
@@ -67,19 +67,13 @@ def context_parallel_of_model(
 
 def _widths_of(module: Any) -> tuple[int, int]:
     """Elements of a token's differentiable streams, and bytes of its integer streams."""
-    family, split = _family(module), split_of(module)
+    family, split = known_family(module), split_of(module)
     if is_placed(module):
         return widths_of(module)
     if family.latent:
         return module.kv_lora_rank + module.qk_rope_head_dim, 0
     _, kv_heads, head_dim = family.sizes(module)
     return 2 * head_dim * (kv_heads if split is None else split.local_kv_heads), 0
-
-
-def _family(module: nn.Module) -> Family:
-    family = family_of(module)
-    assert family is not None
-    return family
 
 
 def sharded_modules(model: Any, ranks: Ranks) -> list[tuple[nn.Module, Mask]]:
@@ -95,7 +89,7 @@ def sharded_modules(model: Any, ranks: Ranks) -> list[tuple[nn.Module, Mask]]:
     for name, module in found.known.items():
         if (objection := _objection(module, ranks)) is not None:
             raise ValueError(f"{name} ({type(module).__name__}) {objection}")
-    return [(each, _family(each).pattern_of(each)) for each in found.known.values()]
+    return [(each, known_family(each).pattern_of(each)) for each in found.known.values()]
 
 
 def _check_model(model: Any) -> None:
@@ -131,7 +125,7 @@ def _rope_by_length(config: Any) -> str | None:
 
 def _objection(module: Any, ranks: Ranks) -> str | None:
     """Why a module cannot run on shards; None if it can."""
-    family = _family(module)
+    family = known_family(module)
     if getattr(vars(module).get("forward"), "__func__", None) is forward:
         return "is context-parallel already; remove() the former plan first"
     lacking = "which has no context parallel; tensor_parallel splits heads instead of tokens"
@@ -229,7 +223,7 @@ def _refusal(plan: ContextParallel, model: Any, given: Mapping[str, Any]) -> Exc
         return ValueError(f"{type(model).__name__} computes no loss of shift_labels=")
     if (given.get("input_ids") is None) is (given.get("inputs_embeds") is None):
         return ValueError("one of input_ids= and inputs_embeds= is this rank's tokens")
-    dropped = (_family(module).dropout(module) for module in plan.layers if module.training)
+    dropped = (known_family(module).dropout(module) for module in plan.layers if module.training)
     if any(dropped):
         return ValueError(
             "dropout of attention weights in training: those of a query are spread over the ranks; "

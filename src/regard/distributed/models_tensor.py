@@ -32,7 +32,7 @@ from regard.distributed.tensor.placing import Placing
 from regard.distributed.tensor.weights import Split, SplitStyle, is_split
 from regard.hf.families.finding import find, unknown_attention
 from regard.hf.families.projecting import Separate
-from regard.hf.families.recognising import family_of
+from regard.hf.families.recognising import family_of, known_family
 from regard.hf.families.table import Family, is_placed
 from regard.hf.running.binding import is_bound
 from regard.hf.running.registering import NAME
@@ -74,7 +74,7 @@ class ModelPlan(Plan):
             split, styles = _styles(module, self.ranks)
             parallelize_module(module, mesh, styles)
             module.head_split = split  # type: ignore[assignment]
-            if not is_placed(module) and not _family(module).latent:
+            if not is_placed(module) and not known_family(module).latent:
                 module.register_forward_pre_hook(share_inputs, with_kwargs=True)
         for block in mlps(self.module):
             block.apply(self.module, mesh, self.ranks)
@@ -93,12 +93,6 @@ def _save_pretrained(model: Any, folder: Any, *, ranks: Ranks, **options: Any) -
     ranks.all_reduce(torch.zeros(1, device=ranks.mesh.device_type), "end of save_pretrained")
 
 
-def _family(module: nn.Module) -> Family:
-    family = family_of(module)
-    assert family is not None
-    return family
-
-
 def share_inputs(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of a split module: all-reduce the gradient of its input once, instead of in
     each child that reads the input."""
@@ -113,7 +107,7 @@ def share_inputs(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, di
 
 def _objection(module: Any, size: int) -> str | None:
     """Why the heads of an attention module cannot be split; None if they can."""
-    family = _family(module)
+    family = known_family(module)
     alone = "leave it on one device, with install alone"
     if is_placed(module):
         optional = ("sinks", "gate_proj")
@@ -161,7 +155,7 @@ def _styles(module: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
     if kind_of(module) is not None:  # placed: the call is that of transformers' modules
         split, styles = split_styles(module, ranks)
         return split, _of_children(styles)
-    family = _family(module)
+    family = known_family(module)
     heads, kv_heads, head_dim = family.sizes(module)
     split = HeadSplit(heads, heads if family.latent else kv_heads, ranks.size, ranks)
     place = Placing.of(split)
@@ -231,7 +225,8 @@ def mlps(model: Any) -> list[Block]:
     attention = tuple(f"{name}." for name in find(model).known)
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, _ in base.named_modules(prefix=prefix):
-        style = _style(plan, name.removeprefix(f"{prefix}."))
+        inside = re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removeprefix(f"{prefix}."))
+        style = plan.get(inside)  # names of a plan have `*` for the numbers of layers
         if style and not name.startswith(attention):
             groups[name.rpartition(".")[0]][style].append(name)
     return [
@@ -239,8 +234,3 @@ def mlps(model: Any) -> list[Block]:
         for parent, by in groups.items()
         if by["colwise"] and len(by["rowwise"]) == 1
     ]
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    """The style of a module in a plan, whose names have `*` for the numbers of layers."""
-    return plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name))

@@ -67,17 +67,12 @@ def fast_attention(
     """regard's attention with bfloat16 products, on a CPU with bfloat16 autocast: torch's own takes
     twice as long, and longer if keys and values differ in width."""
     with ExitStack() as stack:
-        for model in models:
-            if device.type == "cpu" and dtype == torch.bfloat16 and _may_install(model):
+        for model in models if device.type == "cpu" and dtype == torch.bfloat16 else ():
+            known = find(model).known.values()  # with a forward of its own, and tensor masks
+            if known and all(is_readable(each) and not is_bound(each) for each in known):
                 install(model, precision="fast")
                 stack.callback(uninstall, model)
         yield
-
-
-def _may_install(model: nn.Module) -> bool:
-    """Whether regard supports the attention, which has its own forward and tensor masks."""
-    known = find(model).known.values()
-    return bool(known) and all(is_readable(each) and not is_bound(each) for each in known)
 
 
 def keep_freed_memory() -> None:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import groupby
-from types import CellType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -137,11 +136,8 @@ def _code(value: object) -> str:
         case None | bool() | int() | float() | str():
             return repr(value)
     cells = getattr(value, "__closure__", None) or ()  # of a function, as `Where` has one
-    return _code([getattr(value, "__qualname__", str(type(value))), *_contents(cells)])
-
-
-def _contents(cells: Iterable[CellType]) -> list[object]:
-    return [cell.cell_contents for cell in cells]
+    name = getattr(value, "__qualname__", str(type(value)))
+    return _code([name, *(cell.cell_contents for cell in cells)])
 
 
 def _fields(value: object) -> str:

@@ -154,6 +154,8 @@ def _facts(
 ) -> dict[str, int | str]:
     """The facts that are equal on every rank in a valid call."""
     plan: ContextParallel = layer.context_parallel
+    bias, device = layer.score_bias, x.device.type
+    kind = type(bias).__name__
     heads = f"{layer.num_heads} heads, scale {layer.scale}, softcap {layer.softcap}"
     return {
         "layer": f"{layer.kind} of {heads}, hidden_size {layer.hidden_size}",
@@ -161,11 +163,11 @@ def _facts(
         "layout": plan.layout,
         "batch": x.shape[0],
         "dtype": str(x.dtype).removeprefix("torch."),
-        "autocast": _autocast_dtype(x.device.type),
+        "autocast": str(torch.get_autocast_dtype(device)) if is_autocast(device) else "off",
         "mode": "train()" if layer.training else "eval()",
         "gradients": _gradients(layer, x),
         "mask": text_of(mask),
-        "score_bias": _described_bias(layer.score_bias),
+        "score_bias": f"{bias.dtype} {list(bias.shape)}" if isinstance(bias, Tensor) else kind,
         "cache": type(cache).__name__,
         "positions": "None" if positions is None else str(positions.dtype),
     }
@@ -179,18 +181,6 @@ def _gradients(layer: nn.Module, x: Tensor) -> str:
     trained = sum(each.requires_grad for each in layer.parameters())
     also = " and score_bias" if isinstance(bias, Tensor) and bias.requires_grad else ""
     return f"of {'x and ' if x.requires_grad else ''}{trained} parameters{also}"
-
-
-def _autocast_dtype(device: str) -> str:
-    if is_autocast(device):
-        return str(torch.get_autocast_dtype(device))
-    return "off"
-
-
-def _described_bias(bias: object) -> str:
-    if isinstance(bias, Tensor):
-        return f"{bias.dtype} {list(bias.shape)}"
-    return type(bias).__name__
 
 
 def _check_whole(layer: Any, mask: Mask, length: int, x: Tensor, cache: Cache) -> None:

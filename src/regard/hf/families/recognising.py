@@ -68,6 +68,13 @@ def family_of(module: nn.Module) -> Family | None:
     return recognised(kind)
 
 
+def known_family(module: nn.Module) -> Family:
+    """The row for a module that has one."""
+    family = family_of(module)
+    assert family is not None
+    return family
+
+
 def is_named_attention(kind: type) -> bool:
     """Whether the name of a module's class, or of a base class, contains "attention"."""
     return any("attention" in each.__name__.lower() for each in kind.__mro__)

@@ -109,7 +109,8 @@ def _context(model: Any, name: str) -> Context:
     key = f"{context.key}{_changes(model)}"
     if autocast:
         key += f" {torch.get_autocast_dtype(kind)}"
-    if any(is_bound(each) and _is_latent(each) for each in model.modules()):
+    bound = filter(is_bound, model.modules())
+    if any(family.latent for each in bound if (family := family_of(each))):
         key += " joined latents"
     return replace(context, key=key)
 
@@ -133,11 +134,6 @@ def _number(function: Any) -> int:
     if known is None or known[0]() is not function:
         known = _FUNCTIONS[id(function)] = ref(function), next(_NUMBERS)
     return known[1]
-
-
-def _is_latent(module: nn.Module) -> bool:
-    family = family_of(module)
-    return family is not None and family.latent
 
 
 @contextmanager

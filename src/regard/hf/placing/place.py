@@ -15,7 +15,7 @@ from torch import nn
 
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
-from regard.hf.families.recognising import family_of
+from regard.hf.families.recognising import known_family
 from regard.hf.families.table import is_placed
 from regard.hf.placing.placed import LatentLayer, empty_copy, window_of
 from regard.layers.attention import Attention
@@ -121,9 +121,7 @@ def _check_fits(module: Any, name: str, layer: Any) -> None:
         raise ValueError(
             f"the layer for {name} has hidden_size={layer.hidden_size}, the model has {width}"
         )
-    family = family_of(module)
-    assert family is not None
-    theirs, own = family.window_of(module), window_of(layer)
+    theirs, own = known_family(module).window_of(module), window_of(layer)
     if theirs != own:
         raise ValueError(
             f"the layer for {name} has window {own}, the model's masks have {theirs} there; set "

@@ -26,15 +26,10 @@ def window_of(layer: Any) -> int | None:
     return min((rule.size for rule in rules if isinstance(rule, SlidingWindow)), default=None)
 
 
-def _rotated_by_its_rope(module: Any, x: Float[Tensor, "B H L D"], positions: Any) -> Tensor:
-    rotated: Tensor = module.rope.rotate(x, positions)
-    return rotated
-
-
 def _family(name: str, **facts: Any) -> Family:
     return Family(
         name,
-        rotate=_rotated_by_its_rope,
+        rotate=lambda module, x, positions: module.rope.rotate(x, positions),
         window=window_of,
         scale=own("scale"),
         dropout=probability("dropout"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.cache import Part
 from regard.cache.stored import Stored
-from regard.hf.families.recognising import family_of
+from regard.hf.families.recognising import known_family
 from regard.hf.families.table import Family
 from regard.hf.packages import cache_in
 from regard.hf.running.masks import Visible, in_documents, visible
@@ -36,8 +36,7 @@ def arrive(
     Raises:
         ValueError: if an argument would change the result and is not supported.
     """
-    family = family_of(module)
-    assert family is not None
+    family = known_family(module)
     if args:
         names = list(inspect.signature(type(module).forward).parameters)[2:]
         given = {**dict(zip(names, args, strict=False)), **given}

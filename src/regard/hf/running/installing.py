@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from regard.hf.families.finding import Found, calls_the_interface, find, unknown_attention
-from regard.hf.families.recognising import family_of, nearest
+from regard.hf.families.recognising import family_of, known_family, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
 from regard.hf.running import heads, latent, registering
@@ -250,8 +250,7 @@ def _check_readable(module: Any) -> None:
 
 
 def _describe(name: str, module: Any, precision: str) -> InstalledLayer:
-    family = family_of(module)
-    assert family is not None
+    family = known_family(module)
     kind, heads, cached_heads, width = _cached(family, module)
     return InstalledLayer(
         name,
@@ -311,25 +310,14 @@ def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
         rebuilt = (heads, module.qk_head_dim, module.v_head_dim)
         kv_heads, key_width, value_width = absorbed if isinstance(chosen, Absorbed) else rebuilt
         form = f"{chosen.name} by "
-    one = next(module.parameters()).new_empty(1, dtype=_floating(module)).detach()
+    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())  # not codes
+    dtype = next(kinds, torch.float32)
+    one = next(module.parameters()).new_empty(1, dtype=dtype).detach()
     q = one.expand(1, heads, span.num_queries, key_width)
     k = one.expand(1, kv_heads, span.num_keys, key_width)
     v = one.expand(1, kv_heads, span.num_keys, value_width)
     with torch.no_grad():
-        call = prepare(
-            q,
-            k,
-            v,
-            mask=family.pattern_of(module),
-            span=span,
-            softcap=family.softcap(module),
-            sinks=family.sinks(module),
-            precision=precision,
-        )
+        rules: dict[str, Any] = {"softcap": family.softcap(module), "sinks": family.sinks(module)}
+        mask = family.pattern_of(module)
+        call = prepare(q, k, v, mask=mask, span=span, precision=precision, **rules)
     return form + call.name
-
-
-def _floating(module: nn.Module) -> torch.dtype:
-    """The dtype of hidden states: that of the first parameter that is not quantised."""
-    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
-    return next(kinds, torch.float32)

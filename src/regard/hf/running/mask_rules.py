@@ -197,11 +197,6 @@ def _joined(join: Callable[[Mask, Mask], Mask], cells: Cells, held: Held) -> Mas
     return reduce(join, known) if len(known) == len(rules) else None
 
 
-def _window_to_both_sides(cells: Cells, held: Held) -> Mask:
-    size = cells["sliding_window"]
-    return SlidingWindow(size + 1) & Ahead(size)
-
-
 def _blocks(cells: Cells, held: Held) -> Mask:
     """Tokens of one block see each other; -1 is no block."""
     blocks = held.part(cells["block_sequence_ids"], -1)
@@ -246,7 +241,12 @@ KNOWN = {
     "sliding_window_overlay": Known(
         lambda cells, held: SlidingWindow(cells["sliding_window"]), lambda: (3,)
     ),
-    "sliding_window_bidirectional_overlay": Known(_window_to_both_sides, lambda: (2,)),
+    "sliding_window_bidirectional_overlay": Known(
+        lambda cells, held: (
+            SlidingWindow(cells["sliding_window"] + 1) & Ahead(cells["sliding_window"])
+        ),
+        lambda: (2,),
+    ),
     "chunked_overlay": Known(
         lambda cells, held: Chunked(cells["chunk_size"], cells["left_padding"] - held.first),
         lambda: (3, torch.tensor([0, 2])),

@@ -212,7 +212,9 @@ def test_the_command_prints_a_table_and_a_page(model, texts, monkeypatch, capsys
     few = [SHIPPED, evicted(0.5)]
     monkeypatch.setattr("regard.compare.frontiers.within", lambda *given, **options: few)
     page = tmp_path / "page.html"
-    verb.compare(Path("tiny"), budget=0.5, context=150, html=page)
+    command = f"regard compare tiny --budget 0.5 --context 150 --html {page}"
+    monkeypatch.setattr("sys.argv", command.split())
+    assert run() == 0
     shown = capsys.readouterr()
     assert "evicted to 50 %" in shown.out
     assert "of the shipped cache" in shown.out

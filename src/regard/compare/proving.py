@@ -47,10 +47,7 @@ class Proof:
 
 
 def proved(
-    model: Any,
-    difference: float,
-    window: Int[Tensor, " L"],
-    wanted: Sequence[Float[Tensor, "K V"]],
+    model: Any, difference: float, window: Int[Tensor, " L"], wanted: Sequence[Float[Tensor, "K V"]]
 ) -> Proof:
     """The proof that a difference between the model's logits and those under regard makes.
 

@@ -247,10 +247,7 @@ def _wide_logits(model: Any, hidden: Float[Tensor, "L E"]) -> Float[Tensor, "L V
 
 
 def divergence(
-    student: Any,
-    hidden: Float[Tensor, "B P E"],
-    teacher: Any,
-    wanted: Float[Tensor, "B P E"],
+    student: Any, hidden: Float[Tensor, "B P E"], teacher: Any, wanted: Float[Tensor, "B P E"]
 ) -> Float[Tensor, ""]:
     """`KL(teacher || student)` of next-token predictions from hidden states, in nats a token.
 

@@ -82,11 +82,7 @@ def python_texts() -> tuple[str, str, str]:
 
 
 def calibration(
-    tokenizer: Any,
-    texts: Sequence[str] = (),
-    *,
-    windows: int = WINDOWS,
-    length: int = LENGTH,
+    tokenizer: Any, texts: Sequence[str] = (), *, windows: int = WINDOWS, length: int = LENGTH
 ) -> Int[Tensor, "N L"]:
     """Equally many windows from the start of each text; Python's own texts if none are given.
 

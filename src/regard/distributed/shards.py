@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.constants import Device
+from regard.plan.sent import pieces
 
 Layout = Literal["zigzag", "contiguous"]
 Pieces = tuple[tuple[int, int], ...]
@@ -53,15 +54,8 @@ class Shards:
 
     def pieces(self, rank: int) -> Pieces:
         """The slots of a rank's tokens, as ranges in their order; empty ones are left out."""
-        if self.layout == "contiguous":
-            cuts = [self._cut(rank, self.ranks)]
-        else:
-            both = rank, 2 * self.ranks - 1 - rank
-            cuts = [self._cut(piece, 2 * self.ranks) for piece in both]
-        return tuple((start, stop) for start, stop in cuts if start < stop)
-
-    def _cut(self, piece: int, pieces: int) -> tuple[int, int]:
-        return piece * self.length // pieces, (piece + 1) * self.length // pieces
+        held = pieces(self.layout == "zigzag", self.length, self.ranks, rank)
+        return tuple((each.start, each.stop) for each in held if each)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as registry
 
 from regard.hf.families.table import FAMILIES
+from regard.hf.loading.skeleton import at_most
 from regard.hf.loading.untrusted import CheckpointError, refused
 from regard.hf.packages import require
 from regard.plan.modules import shape_of_module
@@ -167,29 +167,10 @@ def _built(text: Any) -> nn.Module:
         text.max_position_embeddings = min(text.max_position_embeddings, POSITIONS)
     classes = MODEL_MAPPING if type(text) in MODEL_MAPPING else MODEL_FOR_CAUSAL_LM_MAPPING
     made_by = classes[type(text)]
-    with _counted(), torch.device("meta"):
+    too_many = ValueError(f"it has more than {PARTS:,} modules and parameters")
+    with at_most(PARTS, lambda name: too_many), torch.device("meta"):
         model: nn.Module = (made_by[0] if isinstance(made_by, tuple) else made_by)(text)
     return model
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    """Raise if more modules and parameters are registered than any published model has."""
-    count = 0
-
-    def registered(parent: nn.Module, name: str, child: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > PARTS:
-            raise ValueError(f"it has more than {PARTS:,} modules and parameters")
-
-    modules = registry.register_module_module_registration_hook(registered)
-    parameters = registry.register_module_parameter_registration_hook(registered)
-    try:
-        yield
-    finally:
-        modules.remove()
-        parameters.remove()
 
 
 def _layers(model: nn.Module, text: Any) -> tuple[tuple[LayerShape, ...], dict[str, None]]:

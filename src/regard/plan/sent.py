@@ -242,31 +242,31 @@ def moved_tokens(
             "the tokens that a window or chunks need are known of causal layers only; a layer that "
             "is not causal, without them, needs all tokens"
         )
-    held = sum(map(len, _pieces(balanced, context, ranks, rank)))
+    held = sum(map(len, pieces(balanced, context, ranks, rank)))
     return (ranks - 1) * held, context - held
 
 
 @lru_cache(4096)
 def _moved(reach: int, balanced: bool, context: int, ranks: int, rank: int) -> tuple[int, int]:
     """Tokens sent and received under a causal mask that shows `reach` earlier tokens."""
-    own = _pieces(balanced, context, ranks, rank)
-    others = [_pieces(balanced, context, ranks, each) for each in range(ranks) if each != rank]
-    sent = sum(_common(own, _needed(pieces, reach)) for pieces in others)
+    own = pieces(balanced, context, ranks, rank)
+    others = [pieces(balanced, context, ranks, each) for each in range(ranks) if each != rank]
+    sent = sum(_common(own, _needed(its, reach)) for its in others)
     needed = _needed(own, reach)
     return sent, sum(map(len, needed)) - _common(own, needed)
 
 
-def _pieces(balanced: bool, context: int, ranks: int, rank: int) -> list[range]:
-    """The slots that a rank holds."""
+def pieces(balanced: bool, context: int, ranks: int, rank: int) -> list[range]:
+    """The slots that a rank holds: one piece of the sequence, or two of twice as many."""
     count = 2 * ranks if balanced else ranks
     held = (rank, count - 1 - rank) if balanced else (rank,)
     return [range(at * context // count, (at + 1) * context // count) for at in held]
 
 
-def _needed(pieces: list[range], reach: int) -> list[range]:
+def _needed(held: list[range], reach: int) -> list[range]:
     """The slots that the queries of pieces may attend to, without overlaps."""
     needed: list[range] = []
-    for piece in pieces:
+    for piece in held:
         start = max(0, piece.start - reach)
         if needed and start <= needed[-1].stop:
             start = needed.pop().start

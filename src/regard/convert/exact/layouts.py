@@ -138,11 +138,7 @@ def fuse(
 
 
 def split_state(
-    state: Mapping[str, Tensor],
-    layout: Layout,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
+    state: Mapping[str, Tensor], layout: Layout, *, num_heads: int, num_kv_heads: int | None = None
 ) -> dict[str, Tensor]:
     """A state dict with every fused projection split into `q_proj`, `k_proj` and `v_proj`.
 
@@ -178,11 +174,7 @@ def split_state(
 
 
 def fuse_state(
-    state: Mapping[str, Tensor],
-    layout: Layout,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
+    state: Mapping[str, Tensor], layout: Layout, *, num_heads: int, num_kv_heads: int | None = None
 ) -> dict[str, Tensor]:
     """The inverse of `split_state`. If only some of the three have a bias, the others get zeros.
 

@@ -116,9 +116,7 @@ def heal(
         with fast_attention(dtype, run.accelerator.device, student, teacher):
             run.run()
     return Healed(
-        tuple(record.losses),
-        record.seconds,
-        record.steps * recipe.batch * tokens.shape[1],
+        tuple(record.losses), record.seconds, record.steps * recipe.batch * tokens.shape[1]
     )
 
 
@@ -161,10 +159,7 @@ class _Run:
     def __post_init__(self) -> None:
         recipe, self.accelerator = self.recipe, _accelerator(self.recipe)
         adam = torch.optim.AdamW(
-            self.trained.values(),
-            betas=recipe.betas,
-            weight_decay=recipe.weight_decay,
-            fused=True,
+            self.trained.values(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
         )
         self.loss, self.optimizer = self.accelerator.prepare(self.loss, adam)
         if self.state is not None and self.record.steps:

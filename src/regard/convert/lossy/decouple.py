@@ -18,13 +18,7 @@ import torch
 from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
 
-from regard.convert.linear import (
-    common_arguments,
-    linear_of,
-    rebuilt,
-    refuse_unsupported,
-    rows_of,
-)
+from regard.convert.linear import common_arguments, linear_of, rebuilt, refuse_unsupported, rows_of
 from regard.convert.lossy.directions import (
     Lossy,
     directions_of,

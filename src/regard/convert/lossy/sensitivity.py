@@ -21,9 +21,7 @@ SHRINKAGE = 0.1  # of its diagonal, added to the metric: what two channels share
 
 
 def sensitivity(
-    layer: Attention,
-    inputs: Float[Tensor, "*N L E"],
-    gradients: Float[Tensor, "T R"] | None = None,
+    layer: Attention, inputs: Float[Tensor, "*N L E"], gradients: Float[Tensor, "T R"] | None = None
 ) -> tuple[Float64[Tensor, "R R"], Float64[Tensor, "E1 E1"]]:
     """The metric of errors of keys stacked on values, and the covariance of the inputs.
 

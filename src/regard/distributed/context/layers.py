@@ -85,12 +85,7 @@ def _decoded(
 
 
 def arrive_shard(
-    layer: Any,
-    x: Tensor,
-    context: object,
-    mask: Mask,
-    cache: Cache,
-    positions: Tensor | None,
+    layer: Any, x: Tensor, context: object, mask: Mask, cache: Cache, positions: Tensor | None
 ) -> Call:
     """Check the arguments of this rank, agree with the others, and complete them."""
     plan: ContextParallel = layer.context_parallel

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.constants import accumulating_dtype
-from regard.distributed.context.exchanging import (
-    Arriving,
-    Exchange,
-    Round,
-    Streams,
-    Tokens,
-)
+from regard.distributed.context.exchanging import Arriving, Exchange, Round, Streams, Tokens
 from regard.distributed.context.gradients import Attended, OfKeys, Sums, of_sinks
 from regard.distributed.context.needed import length_of, slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
@@ -169,12 +163,7 @@ def _nothing(task: Task, given: Given) -> Partial:
 
 
 def backward_pass(
-    task: Task,
-    given: Given,
-    wanted: Given,
-    found: Partial,
-    kept: Tokens,
-    slope: Tensor,
+    task: Task, given: Given, wanted: Given, found: Partial, kept: Tokens, slope: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients of all tensors of a call, in their order; None for those not wanted."""
     run = _Backward(task, given, wanted, found, slope)
@@ -191,12 +180,7 @@ class _Backward:
     """The sums of a backward pass, and the gradients that are on their way to this rank."""
 
     def __init__(
-        self,
-        task: Task,
-        given: Given,
-        wanted: Given,
-        found: Partial,
-        slope: Tensor,
+        self, task: Task, given: Given, wanted: Given, found: Partial, slope: Tensor
     ) -> None:
         self.task, self.given, self.wanted = task, given, wanted
         q, slope = given.q, slope.to(found.out.dtype)

@@ -350,10 +350,7 @@ def _refuse_gradients(new: Sequence[Tensor]) -> None:
 
 
 def sharded_caches(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    page_size: int = 64,
-    storage: Callable[[], Cache] = KVCache,
+    module: nn.Module, mesh: DeviceMesh, page_size: int = 64, storage: Callable[[], Cache] = KVCache
 ) -> dict[str, ShardedCache]:
     """A new `ShardedCache` for every layer of regard inside a module, by the name of the layer.
 

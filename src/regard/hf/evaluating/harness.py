@@ -57,10 +57,7 @@ class RegardLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return regard.hf.cache(self.model, self.cache_kind)
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[Request],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         scores = []
         for texts, context, continuation in tqdm(requests, disable=disable_tqdm):

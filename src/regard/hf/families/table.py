@@ -366,10 +366,7 @@ FAMILIES = {
             latent=True,
         ),
         Family(
-            "Ministral3Attention",
-            "ministral3",
-            window=_EVERY_LAYER,
-            query_scale=_ministral_scale,
+            "Ministral3Attention", "ministral3", window=_EVERY_LAYER, query_scale=_ministral_scale
         ),
         Family(
             "Llama4TextAttention",

@@ -4,7 +4,7 @@ A configuration of a kilobyte can have a million layers or a vocabulary of 2**40
 built on the meta device, where tensors take no memory, and its modules are counted meanwhile.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,14 @@ def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) ->
     Raises:
         CheckpointError: if it has more modules or elements than that.
     """
-    with _counted(len(contents.names), file), torch.device("meta"):
+    tensors = len(contents.names)
+    limit = FREE + MODULES * tensors
+
+    def too_many(name: str) -> Exception:
+        rule = f"with {tensors} tensors, a model may have {limit} modules and parameters"
+        return refused(file, rule, f"{limit + 1} by {name!r}", "mend its configuration")
+
+    with at_most(limit, too_many), torch.device("meta"):
         model = made_by(config)
     held = contents.elements
     if getattr(config, "quantization_config", None) is not None:
@@ -91,17 +98,15 @@ def _shown(key: str | tuple[str, Any, Any]) -> str:
 
 
 @contextmanager
-def _counted(tensors: int, file: Path) -> Iterator[None]:
-    """Raise if more modules and parameters are registered than a model of so many tensors has."""
-    limit = FREE + MODULES * tensors
+def at_most(limit: int, error: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise the error of a name if more modules and parameters are registered than the limit."""
     count = 0
 
     def registered(parent: nn.Module, name: str, child: Any) -> None:
         nonlocal count
         count += 1
         if count > limit:
-            rule = f"with {tensors} tensors, a model may have {limit} modules and parameters"
-            raise refused(file, rule, f"{count} by {name!r}", "mend its configuration")
+            raise error(name)
 
     modules = registry.register_module_module_registration_hook(registered)
     parameters = registry.register_module_parameter_registration_hook(registered)

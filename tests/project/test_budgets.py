@@ -24,7 +24,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "hf": (4800, 7632),
     "convert": (4600, 5035),
     "compare": (1100, 2219),
-    "plan": (2600, 2696),
+    "plan": (2600, 2678),
     "see": (2600, 2600),
     "distributed": (4800, 5475),
     "bench": (600, 714),

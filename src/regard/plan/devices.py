@@ -7,6 +7,7 @@ import torch
 
 from regard.devices import DATA_SHEETS, DeviceRates
 from regard.rates import read_speed, typical
+from regard.words import counted
 
 GIGABYTE = 10**9  # bytes; manufacturers state sizes of memory in it
 HALF = ("float16", "bfloat16")
@@ -91,7 +92,7 @@ def this_machine() -> Device:
     stored = read_speed(threads)
     speed = stored or typical(threads)
     rates = {"float32": speed.products, **dict.fromkeys(HALF, speed.products_half)}
-    named = f"this machine, {threads} thread{'' if threads == 1 else 's'}"
+    named = f"this machine, {counted(threads, 'thread')}"
     source = "usual for such a processor; `regard tune` measures this one"
     return Device(named, speed.stream, rates, None, "measured by regard" if stored else source)
 

@@ -254,12 +254,8 @@ def _window(module: Any, config: Any, kind: str, family: Family | None) -> int |
         return None
     if "sliding_window" in vars(module):
         return module.sliding_window or None
-    return config.sliding_window if _knows(config, "sliding_window") else None
-
-
-def _knows(config: Any, name: str) -> bool:
-    """Whether an entry is one of the configuration's class, and not only of a file."""
-    return any(each.name == name for each in fields(config))
+    known = {each.name for each in fields(config)}  # of its class, and not only of a file
+    return config.sliding_window if "sliding_window" in known else None
 
 
 def _is_rotated(module: Any, config: Any, kind: str, family: Family | None) -> bool:

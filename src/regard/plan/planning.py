@@ -136,7 +136,8 @@ class Plan:
         With `every`, a line for each storage has the bytes that are needed, those that regard
         allocates, and those of whole blocks.
         """
-        unit, scale = _unit(min(row.cost.cache_bytes for row in self.rows))
+        least = min(row.cost.cache_bytes for row in self.rows)
+        unit, scale = next((each for each in reversed(UNITS) if least >= each[1]), UNITS[0])
         several = len(self.devices) > 1
         times = (f"decode{several * f' on {key}'}, ms" for key in self.devices)
         measures = [f"tokens in {readable_bytes(self.memory)}", *times]
@@ -302,11 +303,6 @@ def _durations(plan: Plan, costs: Sequence[Cost], phase: str) -> tuple[Duration,
             spent[bound] += seconds
         found.append(Duration(key, sum(spent.values()), max(spent, key=lambda b: spent[b])))
     return tuple(found)
-
-
-def _unit(size: int) -> tuple[str, int]:
-    """The largest unit of which there is at least one."""
-    return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
 
 
 def _each(row: Row, scale: int) -> list[str]:

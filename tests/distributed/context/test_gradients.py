@@ -8,8 +8,8 @@ import torch
 from regard import Causal, Documents, Padding, SlidingWindow, attend
 from regard.distributed.context.gradients import (
     Attended,
+    OfKeys,
     Sums,
-    add_gradients,
     of_sinks,
 )
 from regard.distributed.context.rectangles import Scoring, rectangles
@@ -46,7 +46,7 @@ def found_by_rectangles(mask, softcap, sinks, runs):
             keys = tuple(x[:, :, run[0] : run[1]] for x in (k, v))
             totals = tuple(map(torch.zeros_like, keys))
             for place in rectangles([(0, 120), (120, LENGTH)], [run]):
-                add_gradients(how, place, known, keys, sums, totals)
+                OfKeys(how, known, keys, sums, totals).add(place)
             for each, total in zip(of_keys, totals, strict=True):
                 each.append(total)
         grads = [sums.q, *(torch.cat(each, 2) for each in of_keys)]
@@ -78,7 +78,7 @@ def test_hidden_scores_that_overflow_have_no_gradient():
     how = Scoring(mask, 0.5, None, None, False, "auto", "strict", q.device)
     sums, of_keys = Sums(torch.zeros_like(q), None, ()), (torch.zeros_like(k), torch.zeros_like(v))
     for place in rectangles([(0, 3)], [(0, 3)]):
-        add_gradients(how, place, known, (k, v), sums, of_keys)
+        OfKeys(how, known, (k, v), sums, of_keys).add(place)
     assert sums.q.isfinite().all() and of_keys[0].isfinite().all()
     torch.testing.assert_close(of_keys[1][0, 0, :, 0], torch.tensor([1.0, 1.0, 1.0]))
 

@@ -148,11 +148,22 @@ def allocated_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
             storage.page_size * count for count in pages(layer, storage.page_size, work)
         )
         return work.batch * stored_bytes(layer, storage, work, plain + coded, coded)
-    tokens = FIRST_CAPACITY if work.tokens < FIRST_CAPACITY else 2 * work.tokens
-    if layer.window is not None:  # and a quarter of it, rounded down
-        most = layer.window + layer.window // 4
-        tokens = min(most, max(FIRST_CAPACITY, 2 * work.tokens))
+    tokens = _growing(work.tokens)
+    if layer.window is not None:
+        tokens = _sliding(layer.window, work.tokens)
     return work.batch * tokens * token_bytes(layer, storage, work)
+
+
+def _growing(tokens: int) -> int:
+    """Tokens of the buffers of `KVCache`: 256, until a token does not fit into the buffers of the
+    prefill, which are then doubled."""
+    return FIRST_CAPACITY if tokens < FIRST_CAPACITY else 2 * tokens
+
+
+def _sliding(window: int, tokens: int) -> int:
+    """Tokens of the buffers of `SlidingCache`: 256 or twice the context, up to the window and a
+    quarter of it, rounded down."""
+    return min(window + window // 4, max(FIRST_CAPACITY, 2 * tokens))
 
 
 def block_bytes(layer: LayerShape, storage: Storage, work: Workload, block: int) -> int:

@@ -74,26 +74,18 @@ class Written:
     decode_speed: Ratio | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.attention}, {self.cache} cache: {self._prefill()}, {self._decode()}, cache "
-            f"{_size(self.cache_bytes)}"
-            + (f", peak memory {_size(self.peak_memory)}" if self.peak_memory else "")
-        )
-
-    def _prefill(self) -> str:
         found = f", {self.prefix_tokens:,} of them found," if self.prefix_tokens else ""
-        return (
-            f"prefill {counted(self.prompt_tokens, 'token')}{found} at "
-            f"{self.prefill_tokens_per_second:,.0f}/s on {self.prefill_backend}"
-        )
-
-    def _decode(self) -> str:
-        first = self.seconds_to_first_token
+        first, speed = self.seconds_to_first_token, self.decode_tokens_per_second
         after = f"first token after {first:.2f} s, " if first else ""
+        per_second = f" at {speed:,.1f}/s" if speed else ""
         backend = f" on {self.decode_backend}" if self.decode_backend else ""  # no token after one
-        per_second = self.decode_tokens_per_second
-        speed = f" at {per_second:,.1f}/s" if per_second else ""
-        return f"{after}decode {len(self.tokens):,}{speed}{backend}"
+        peak = f", peak memory {_size(self.peak_memory)}" if self.peak_memory else ""
+        return (
+            f"{self.attention}, {self.cache} cache: prefill {counted(self.prompt_tokens, 'token')}"
+            f"{found} at {self.prefill_tokens_per_second:,.0f}/s on {self.prefill_backend}, {after}"
+            f"decode {len(self.tokens):,}{per_second}{backend}, cache {_size(self.cache_bytes)}"
+            f"{peak}"
+        )
 
 
 def write(

@@ -165,6 +165,8 @@ def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
     return tuple(each for each in CANDIDATES if each.key in wanted)
 
 
+# ---- the rows of a frontier ----
+
 SCORES: dict[str, Score] = {
     "expected attention": ExpectedAttention(),
     "last queries": SnapKV(),

@@ -1,4 +1,4 @@
-"""Checks of a folder before transformers reads it: links, JSON files, and the numbers in them.
+"""Checks of a folder before transformers reads it: links, JSON files, numbers, headers of weights.
 
 Every limit is far above what published models need, and low enough that refusing a file takes
 little time and memory, whatever it contains.
@@ -204,6 +204,8 @@ def check_number(key: str, value: int | float, file: Path) -> None:
     if abs(value) > limit:
         raise refused(file, f"{key!r} may be at most {limit}", value)
 
+
+# ---- safetensors: the index, the headers, and their sums ----
 
 PATHS = {*"/\\:\0"}  # characters of a path
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}

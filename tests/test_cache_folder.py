@@ -1,10 +1,11 @@
 """The folder of all that regard stores, by the environment."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from regard.cache_folder import FOLDER, cache_folder, check_can_store
+from regard.cache_folder import FOLDER, cache_folder, check_can_store, remove_oldest
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,19 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "a" / "b"))
     check_can_store("rates")
     assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_the_oldest_go_until_the_others_fit_and_never_the_one_to_keep(tmp_path):
+    folder, *files = (tmp_path / name for name in ("folder", "new", "old", "older", "kept"))
+    folder.mkdir()
+    (folder / "inside").write_bytes(bytes(4))
+    for each in files:
+        each.write_bytes(bytes(3))
+    for age, each in enumerate([files[0], folder, *files[1:]]):
+        os.utime(each, (1_000 - age, 1_000 - age))
+    remove_oldest(tmp_path.iterdir(), most=10, keep=tmp_path / "kept")
+    assert {each.name for each in tmp_path.iterdir()} == {"kept", "new", "folder"}
+    remove_oldest(tmp_path.iterdir(), most=9, keep=tmp_path / "kept")
+    assert {each.name for each in tmp_path.iterdir()} == {"kept", "new"}
+    remove_oldest(tmp_path.iterdir(), most=0, keep=tmp_path / "kept")
+    assert {each.name for each in tmp_path.iterdir()} == {"kept"}

@@ -1,7 +1,9 @@
 """The folder of all that regard stores for a user."""
 
 import os
+import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 FOLDER = "REGARD_CACHE"  # the environment variable that names the folder
@@ -20,6 +22,19 @@ def cache_folder() -> Path:
         return (base if base.is_absolute() else Path.home() / ".cache") / "regard"
     except RuntimeError as error:
         raise FileNotFoundError(f"the user has no home folder; set {FOLDER} to a folder") from error
+
+
+def remove_oldest(paths: Iterable[Path], most: int, keep: Path) -> None:
+    """Remove files, or folders of files, oldest first, until the others take at most `most` bytes;
+    never the one to keep."""
+    for path in sorted(paths, key=lambda each: (each != keep, -each.stat().st_mtime)):
+        files = path.iterdir() if path.is_dir() else [path]
+        most -= sum(file.stat().st_size for file in files)
+        if most < 0 and path != keep:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def check_can_store(what: str) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (1991, 1991),  # the modules beside the folders; the design names no budget for them
+    ".": (2006, 2006),  # the modules beside the folders; the design names no budget for them
     "layers -forms": (1600, 1992),  # queries scaled by position are a value of its own
     "layers/forms": (900, 900),  # layers of newer models, made of the functions of `layers`
     "rope": (850, 850),
@@ -21,9 +21,9 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops -backends -kernels": (3200, 3383),
     "ops/backends": (1700, 1714),
     "ops/kernels": (2900, 3336),
-    "hf": (4800, 7626),
+    "hf": (4800, 7616),
     "convert": (4600, 5039),
-    "compare": (1100, 2221),
+    "compare": (1100, 2210),
     "plan": (2600, 2689),
     "see": (2600, 2600),
     "distributed": (4800, 5475),

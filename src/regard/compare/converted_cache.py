@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.cache_folder import FOLDER, cache_folder
+from regard.cache_folder import FOLDER, cache_folder, remove_oldest
 from regard.convert.linear import linear_of, with_kv_heads
 from regard.convert.targets import Target
 from regard.hf.loading.descriptions import described, layer_from
@@ -65,7 +65,7 @@ def store(name: str, layers: Sequence[nn.Module]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, beside, metadata={"layers": json.dumps(entries)})
         beside.rename(path)
-        _remove_oldest()
+        remove_oldest(folder().glob("*.safetensors"), MOST, keep=path)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full or read-only disk
         warnings.warn(
             f"converted layers are not stored for the next comparison: {error}; set {FOLDER} to a "
@@ -119,14 +119,3 @@ def _described(layer: Any) -> dict[str, Any]:
     if isinstance(layer, Attention):
         return {"kind": "heads", "num_kv_heads": layer.num_kv_heads}
     return described(layer)
-
-
-def _remove_oldest() -> None:
-    """Remove files, oldest first, until the others take at most `MOST` bytes."""
-    files = sorted(folder().glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-    size = sum(file.stat().st_size for file in files)
-    for file in files[:-1]:
-        if size <= MOST:
-            return
-        size -= file.stat().st_size
-        file.unlink(missing_ok=True)

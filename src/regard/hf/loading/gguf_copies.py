@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from regard.cache_folder import cache_folder
+from regard.cache_folder import cache_folder, remove_oldest
 from regard.hf.loading.untrusted import OTHER_JSON, TOKENIZER_JSON, CheckpointError, read_json
 
 FORMAT = 1  # of a copy, part of its name: a change of format makes new copies
@@ -70,7 +70,11 @@ def write(name: str, model: Any, tokenizer: Any) -> str | None:
             _write_files(made, model, tokenizer)
             shutil.rmtree(root / name, ignore_errors=True)  # one that `find` rejected
             made.rename(root / name)
-        _remove_oldest(root, root / name)
+        for each in root.glob("*.partial"):
+            if time.time() - each.stat().st_mtime > ABANDONED:
+                shutil.rmtree(each, ignore_errors=True)
+        whole = (each for each in root.iterdir() if each.is_dir() and each.suffix != ".partial")
+        remove_oldest(whole, MOST, keep=root / name)
     except Exception as error:  # of the disk or of saving: the model itself is loaded already
         return f"{type(error).__name__}: {error}"
     return None
@@ -96,17 +100,3 @@ def _write_files(folder: Path, model: Any, tokenizer: Any) -> None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _remove_oldest(root: Path, newest: Path) -> None:
-    """Remove what killed processes left, and copies, oldest first and never the newest, until the
-    others fit."""
-    room, folders = MOST, [each for each in root.iterdir() if each.is_dir()]
-    for folder in sorted(folders, key=lambda each: (each != newest, -each.stat().st_mtime)):
-        if folder.suffix == ".partial":
-            if time.time() - folder.stat().st_mtime > ABANDONED:
-                shutil.rmtree(folder, ignore_errors=True)
-            continue
-        room -= sum(file.stat().st_size for file in folder.iterdir())
-        if room < 0 and folder != newest:
-            shutil.rmtree(folder, ignore_errors=True)

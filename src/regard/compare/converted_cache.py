@@ -6,16 +6,15 @@ determines the conversion: the attention weights, the text, the target and the v
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regard.cache.files import open_tensors, write_tensors
 from regard.cache_folder import FOLDER, cache_folder, remove_oldest
 from regard.convert.linear import linear_of, with_kv_heads
 from regard.convert.targets import Target
@@ -47,50 +46,40 @@ def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str
 
 def store(name: str, layers: Sequence[nn.Module]) -> None:
     """Write the layers, unless one cannot be described as data."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         entries = [_described(layer) for layer in layers]
     except ValueError:
         return
     tensors = {
-        f"{index}.{key}": value.detach().clone().contiguous()
+        f"{index}.{key}": value.detach()
         for index, layer in enumerate(layers)
         for key, value in layer.state_dict().items()
     }
     path = folder() / f"{name}.safetensors"
-    beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, beside, metadata={"layers": json.dumps(entries)})
-        beside.rename(path)
+        write_tensors(path, {"layers": json.dumps(entries)}, tensors)
         remove_oldest(folder().glob("*.safetensors"), MOST, keep=path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full or read-only disk
+    except (OSError, ValueError) as error:  # a full or read-only disk
         warnings.warn(
             f"converted layers are not stored for the next comparison: {error}; set {FOLDER} to a "
             "folder that can be written",
             stacklevel=2,
         )
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:
     """The stored layers of that name; None if there are none."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         path = folder() / f"{name}.safetensors"
         if not path.exists():
             return None
-        with safe_open(path, framework="pt") as file:
-            entries = json.loads(file.metadata()["layers"])
-            device = next(shipped[0].parameters()).device
-            state = {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118
+        device = next(shipped[0].parameters()).device
+        with open_tensors(path) as file:
+            entries = json.loads(file.metadata["layers"])
+            state = {key: file.read(key).to(device) for key in file.entries}
         return _layers(entries, state, shipped, path)
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError):
+    except (OSError, ValueError, KeyError, RuntimeError):
         return None  # of another version, or incomplete: it is converted again
 
 

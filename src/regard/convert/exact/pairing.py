@@ -8,7 +8,6 @@ the text is fluent. But the model predicts worse, which is how the layout is det
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from regard.convert.linear import linear_of, shared_copy, weight_and_bias
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.hf.generating.predicting import hidden_states, losses_of
-from regard.hf.running.binding import bound, calling
+from regard.hf.running.binding import all_bound, calling
 from regard.layers.attention import Attention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.rope import Pairing, Rotary
@@ -250,9 +249,8 @@ def detect_pairing(model: Any, tokens: Int[Tensor, "N L"]) -> Detected:
         raise ValueError(f"no layer of {type(model).__name__} has a rotary embedding")
     losses: dict[Pairing, Tensor] = {}
     for pairing in ("halves", "pairs"):
-        with ExitStack() as stack:
-            for module, layer in zip(modules, layers, strict=True):
-                stack.enter_context(bound(module, calling(_read_as(layer, pairing))))
+        forwards = (calling(_read_as(layer, pairing)) for layer in layers)
+        with all_bound(zip(modules, forwards, strict=True)):
             states = [hidden_states(model, window[None])[0] for window in tokens]
         pairs = zip(states, tokens, strict=True)
         losses[pairing] = torch.cat([losses_of(model, hidden, window) for hidden, window in pairs])

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from regard.bench.timing import (
     product_rate,
     read_bandwidth,
 )
+from regard.rates import processor_name
 from regard.turns import ratio_of
 
 __all__ = [
@@ -92,11 +92,7 @@ def processor() -> dict[str, str]:
         >>> sorted(processor())
         ['processor', 'vectors']
     """
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = named[0] if named else platform.processor() or platform.machine()
-    return {"processor": model, "vectors": torch.backends.cpu.get_cpu_capability()}
+    return {"processor": processor_name(), "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
 def installed(*modules: str) -> bool:

@@ -165,6 +165,12 @@ def processor() -> tuple[str, ...]:
     return tuple(facts)
 
 
+def processor_name() -> str:
+    """The model of this machine's processor, as its system names it."""
+    names = (line.partition(": ")[2] for line in processor() if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
 class Rates:
     """The rates in use, of torch's present number of threads: stored ones, else the constants.
 

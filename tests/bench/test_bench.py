@@ -39,7 +39,7 @@ def test_bench_prints_json_alone(monkeypatch, capsys):
     assert command(monkeypatch, "bench", *SIZES, "--dtype", "bfloat16", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result.keys() == {
-        "torch", "threads", "dtype", "read_bandwidth", "product_rate", "shapes",
+        "processor", "torch", "threads", "dtype", "read_bandwidth", "product_rate", "shapes",
     }  # fmt: skip
     assert result["dtype"] == "bfloat16"
     for measured in result["shapes"]:

@@ -41,7 +41,7 @@ def test_tune_saves_what_it_measures_and_removes_it(monkeypatch, capsys, tunable
     assert stored() == tunable.speed == SPEED.now()
     assert command(monkeypatch, "tune", "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    names = {"path", "usual", "before", "now", "spread", "drift", "load"}
+    names = {"processor", "path", "usual", "before", "now", "spread", "drift", "load"}
     assert result.keys() == names
     assert result["usual"] == asdict(typical(torch.get_num_threads()))
     assert result["before"] == result["now"] == asdict(tunable.speed)

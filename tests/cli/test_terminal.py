@@ -119,6 +119,19 @@ def test_tables_are_as_wide_as_the_terminal(columns, width, monkeypatch):
     assert stdout().width == width
 
 
+def test_a_dumb_terminal_has_its_width(monkeypatch):
+    import rich.console
+
+    import regard.cli.terminal as terminal
+
+    for name, value in {"TERM": "dumb", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        terminal, "Console", lambda **options: rich.console.Console(force_terminal=True, **options)
+    )
+    assert stdout().width == 60
+
+
 def test_an_error_ends_its_lines_between_words():
     sentence = "nothing is at /a/path/that/is/longer/than/the/line; give a folder with config.json"
     said = f"from regard.cli.app import _complain; _complain({sentence!r})"

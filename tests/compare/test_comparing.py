@@ -220,8 +220,8 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
     assert command(monkeypatch, "compare", folder, "--context", 20, *FEW, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
-        "model", "kind", "num_layers", "context", "memory", "dtype", "threads", "text", "proof",
-        "rows", "verdict", "seconds", "decoded", "cache_dtype",
+        "processor", "model", "kind", "num_layers", "context", "memory", "dtype", "threads", "text",
+        "proof", "rows", "verdict", "seconds", "decoded", "cache_dtype",
     }  # fmt: skip
     assert set(result["proof"]) == {"largest_difference", "tolerance", "largest_logit"}
     ran = {"prefill_backend", "decode_backend"}

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Json, Threads, check_divides, option, size, start, verb
-from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
+from regard.cli.terminal import print_measured, progress_bar, remarks, say, stdout
 from regard.words import counted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def bench(
     with progress_bar() as progress:
         result = measure(**sizes, dtype=getattr(torch, dtype), progress=progress)
     if as_json:
-        print_json(asdict(result))
+        print_measured(asdict(result))
     else:
         show(result, stdout(), every=every)
 

@@ -21,7 +21,7 @@ from regard.cli.options import (
     start,
     verb,
 )
-from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
+from regard.cli.terminal import print_measured, progress_bar, remarks, say, stdout
 
 if TYPE_CHECKING:
     from regard.compare import Comparison, Frontier, Row
@@ -149,7 +149,7 @@ def _report(
 ) -> None:
     """Print the table or JSON, and write the page."""
     if as_json:
-        print_json(as_data(result))
+        print_measured(as_data(result))
     else:
         show(result, stdout(), full=full)
     if html is not None:  # last: an error of the disk then loses no result

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 import textwrap
 import time
@@ -58,7 +59,10 @@ def printable(text: str) -> str:
 def stdout(piped: int = PIPED) -> Console:
     """Stdout, as wide as its terminal; a file or a pipe gets so many columns."""
     console = Console(highlight=False)
-    console.width = min(console.width, WIDEST) if console.is_terminal else piped
+    columns = console.width
+    if console.is_dumb_terminal:  # rich takes 80 for each
+        columns = shutil.get_terminal_size().columns
+    console.width = min(columns, WIDEST) if console.is_terminal else piped
     return console
 
 
@@ -87,6 +91,13 @@ def print_json(data: Any, indent: int | None = 2) -> None:
     """Print data as JSON on stdout, with every control character as its escape."""
     text = json.dumps(data, indent=indent, allow_nan=False)
     print(text.replace("\x7f", r"\u007f"))  # the only one that `json` lets through
+
+
+def print_measured(data: Mapping[str, Any]) -> None:
+    """Print measurements as JSON, with the name of the processor that they were made on."""
+    from regard.rates import processor_name
+
+    print_json({"processor": processor_name(), **data})
 
 
 def remarks(console: Console, heading: str, reasons: Mapping[str, str]) -> None:

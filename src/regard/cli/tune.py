@@ -7,7 +7,7 @@ from rich.console import Console
 
 from regard.cli.layout import tabulate
 from regard.cli.options import Json, option, start, verb
-from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
+from regard.cli.terminal import UNWRAPPED, print_measured, remarks, say, stdout, waiting
 from regard.words import counted
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def tune(
         rates = {"usual": usual, "before": before, "now": tuning.speed}
         written = {name: asdict(rate) for name, rate in rates.items()}
         written |= {"spread": tuning.spread, "drift": tuning.drift, "load": asdict(tuning.load)}
-        print_json({"path": str(path), **written})
+        print_measured({"path": str(path), **written})
         return
     console = stdout()
     show(before, tuning, console)

@@ -1,4 +1,4 @@
-"""Checks every law on every mutant, and writes docs/verify-matrix.md, in X minutes on two cores.
+"""Checks every law on every mutant, and writes docs/verify-matrix.md: 4 minutes of processor time.
 
 python packages/regard-verify/tests/mutants/matrix.py
 """

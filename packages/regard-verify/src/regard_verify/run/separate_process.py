@@ -5,7 +5,6 @@ A new process then checks the rest.
 """
 
 import faulthandler
-import gc
 import json
 import multiprocessing
 import os
@@ -187,7 +186,6 @@ def work(request: Request, folder: Path) -> None:
 def _work_forked(request: Request, folder: Path) -> None:
     """Work in a fork: print to a file, as a new Python does."""
     faulthandler.disable()  # the caller's would print where the caller prints
-    gc.freeze()  # collecting garbage need not look through the modules of torch
     printed = (folder / PRINTED).open("w", encoding="utf-8")
     for descriptor in (1, 2):
         os.dup2(printed.fileno(), descriptor)

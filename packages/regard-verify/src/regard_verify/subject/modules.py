@@ -150,9 +150,9 @@ class ModuleCall:
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
-        required = self.context in required_of(self.module)
-        if context is None and (required or not self.alone):
-            context = x  # it must be given another sequence: here, its own
+        needed = self.context and (not self.alone or self.context in required_of(self.module))
+        if context is None and needed:  # it must be given another sequence: here, its own
+            context = x
         if raw is not None:
             own = context is None or not self.names.get("context mask")
             given[self.form.argument if own else self.names["context mask"]] = raw

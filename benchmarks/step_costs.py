@@ -124,10 +124,11 @@ class Recording(TorchFunctionMode):
 
 
 def steps(step: Callable[[], Any], cache: Any) -> Run:
-    """One step after another; the cache is cut back before each, so that all are alike."""
+    """One step after another; the cache is cut back when it holds `ROOM` tokens."""
 
     def run() -> Any:
-        cache.truncate(PAST)
+        if cache.length == ROOM:
+            cache.truncate(PAST)
         return step()
 
     return run
@@ -190,17 +191,21 @@ def stepping_model(model: Any, cache: Any) -> Run:
     """Steps of a model after some tokens."""
     tokens = torch.arange(PAST)[None]
     model(tokens, past_key_values=cache, use_cache=True)
-    model(tokens[:, -1:], past_key_values=cache, use_cache=True)
 
     def run() -> Any:
-        cache.crop(-1)
+        if cache.get_seq_length() == ROOM:
+            cache.crop(PAST - ROOM)
         return model(tokens[:, -1:], past_key_values=cache, use_cache=True)
 
     return run
 
 
 def python_calls(run: Run) -> int:
-    """Calls of Python functions inside regard."""
+    """Calls of Python functions inside regard, of a step that does not cut back."""
+    return min(_calls(run) for _ in range(3))
+
+
+def _calls(run: Run) -> int:
     calls = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:

@@ -321,7 +321,7 @@ def _gate(module: nn.Module, sizes: dict[str, Any]) -> Literal["head", "channel"
 
 
 def _unsupported(shape: LayerShape, module: nn.Module, config: Any) -> str:
-    """The reason why no layer of regard computes this one; `""` if one does, as far as is known."""
+    """The reason why no layer of regard computes the module; `""` if one does, as far as known."""
     names = {name.partition(".")[0] for name, _ in module.named_modules()}
     weight = getattr(getattr(module, "q_norm", None), "weight", None)
     for holds, reason in (

@@ -234,7 +234,7 @@ def filled(
 
 
 def _rows_of(state: dict[str, Any]) -> tuple[Lengths, list[int]]:
-    """The lengths of rows, and the same as a list."""
+    """The number of tokens of each row of a saved cache, as `Lengths` and as a list."""
     lengths, tables = lengths_from(state), state.get("tables")
     if not isinstance(tables, list) or not all(_is_table(each) for each in tables):
         raise ValueError(f"tables have a first page and pages, got {tables!r:.200}")

@@ -15,7 +15,7 @@ class SplitLinear(Split, MatrixProduct):
     """A linear layer: the product with the rows of this rank, or with all of them."""
 
     def matrix(self) -> Tensor:
-        """This rank's rows, an ordinary tensor."""
+        """The rows of the weight that this rank has, as an ordinary tensor."""
         weight: Tensor = self.local("weight")
         return weight
 

@@ -103,7 +103,7 @@ def _cells(blocks: list[Block]) -> int:
 
 
 def note(call: Call) -> str | None:
-    """The precision that is given up for a call with `precision="fast"`."""
+    """A sentence on the precision that a call with `precision="fast"` gives up; None of others."""
     return fast_precision.NOTE if fast_precision.suits(call) else None
 
 

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 LINES = {
     "latent, ": ("joint latent, rotation exact", "#2a7f62"),
     "latent by layer, ": ("the same, ranks by layer", "#7fb39f"),
+    "latent of equal ranks, ": ("the same, equal ranks", "#7fb39f"),
     "DeepSeek's form, portable, ": ("DeepSeek's form, stock checkpoint", "#b07aa1"),
     "DeepSeek's form, ": ("DeepSeek's form, frequencies by layer", "#4269a5"),
     "TransMLA (no training), ": ("TransMLA's rule, no training", "#b9b9b9"),

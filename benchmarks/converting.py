@@ -79,7 +79,7 @@ def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
         Method("MHA, spelled out", target_of("mha", shipped)),
         Method("latent, 100 %", latent(budget=1.0)),
         *(Method(f"latent, {s:.0%}", latent(budget=s), quick=s == 0.5) for s in (0.75, 0.5, 0.25)),
-        Method("latent by layer, 25%", replace(latent(budget=0.25), by_layer=True)),
+        Method("latent of equal ranks, 25%", replace(latent(budget=0.25), by_layer=False)),
         *(Method(f"DeepSeek's form, {s:.0%}", deepseek(budget=s)) for s in (1.0, 0.75, 0.5)),
         *(
             Method(f"DeepSeek's form, portable, {s:.0%}", deepseek(budget=s, portable=True))

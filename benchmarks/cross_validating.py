@@ -35,8 +35,8 @@ from regard.hf.packages import quiet
 LENGTH = 512  # tokens of a window
 FORMS = ("latent-50", "latent-25", "deepseek-50", "mqa")
 CONSTANTS: dict[str, tuple[Any, str, tuple[float, ...]]] = {  # module, name, values tried
-    "shrinkage": (sensitivity, "SHRINKAGE", (0.001, 0.01, 0.1)),
-    "ridge": (calibrate, "RIDGE", (0.01, 0.03, 0.1, 0.3)),
+    "shrinkage": (sensitivity, "SHRINKAGE", (0.01, 0.1, 0.3, 1.0)),
+    "ridge": (calibrate, "RIDGE", (0.03, 0.1, 0.3, 1.0)),
 }
 Inputs = dict[str, dict[int, torch.Tensor]]  # of each kind, of each layer
 

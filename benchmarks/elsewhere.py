@@ -67,11 +67,8 @@ def rows_for(shipped: Sequence[Any], stored: torch.dtype, published: bool) -> li
     rows += [Row("K8V4 cache", None, K8V4), Row("K4V4 cache", None, K4V4)]
     latents = {share: chosen(f"latent-{share}") for share in (75, 50, 25)}
     rows += [Row(f"latent, {share} %", t) for share, each in latents.items() for t in each]
-    rows += [
-        Row(f"latent by layer, {share} %", replace(t, by_layer=True))
-        for share in (50, 25)
-        for t in latents[share]
-    ]
+    rows += [Row("latent by layer, 50 %", replace(t, by_layer=True)) for t in latents[50]]
+    rows += [Row("latent of equal ranks, 25 %", replace(t, by_layer=False)) for t in latents[25]]
     rows += [Row(f"latent, {s} %, int8 cache", t, INT8) for s in (75, 50) for t in latents[s]]
     rows += [Row(f"DeepSeek's form, {s} %", t) for s in (75, 50) for t in chosen(f"deepseek-{s}")]
     if shipped[0].num_kv_heads > 1:

@@ -31,11 +31,15 @@ def shipped(**options):
         (
             "mla",
             {"budget": 0.25},
-            Target("exact-rope", rank=11),
+            Target("exact-rope", rank=11, by_layer=True),
         ),  # 48 bytes: 11 numbers, a position
         ("mla", {"budget": 1.0}, Target("exact-rope", rank=12)),  # the width: no loss
-        ("mla", {"budget": 0.25, "dtype": HALF, "stored": HALF}, Target("exact-rope", rank=10)),
-        ("mla", {"budget": 0.25, "stored": HALF}, Target("exact-rope", rank=5)),
+        (
+            "mla",
+            {"budget": 0.25, "dtype": HALF, "stored": HALF},
+            Target("exact-rope", rank=10, by_layer=True),
+        ),
+        ("mla", {"budget": 0.25, "stored": HALF}, Target("exact-rope", rank=5, by_layer=True)),
         (
             "mla",
             {"budget": 0.5, "stored": HALF, "form": "deepseek"},

@@ -171,7 +171,7 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
         check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    return replace(target, by_layer=job.by_layer), was
+    return replace(target, by_layer=job.by_layer or (target.by_layer and not job.low_memory)), was
 
 
 def _length(model: Any) -> int:

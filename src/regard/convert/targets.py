@@ -43,6 +43,7 @@ SHARES: dict[
 }
 FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
 POSITION = 4  # bytes of the int32 position that a cache holds beside a latent with exact rotation
+BY_LAYER = 0.3  # budget below which the ranks of joint latents differ by layer
 WIDE = 0.9  # budget above which the rotary key is half as wide again as a head
 
 
@@ -57,7 +58,7 @@ class Target:
         rope_dim: channels of the rotary key, in DeepSeek's form.
         portable: whether all layers have the same frequencies, so that a stock `deepseek_v3`
             checkpoint can hold them. One element of the rank is then used for its norm.
-        by_layer: whether the rank differs by layer.
+        by_layer: whether the rank differs by layer, as it does below 30 % of the cache.
         method: how heads are merged, see `regroup`.
         refit: whether output projections are refitted, see `refit_output`.
 
@@ -150,7 +151,8 @@ def target_of(
         if budget is not None:
             own = next(first.parameters()).dtype
             rank = _rank(first, budget, rope_dim, dtype or own, stored or own)
-        target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
+        by_layer = kind == "exact-rope" and budget is not None and budget < BY_LAYER
+        target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable, by_layer=by_layer)
     else:
         _refuse_latent(to, form, portable, budget)
         heads = {"mha": first.num_heads, "mqa": 1}.get(to) or int(found[2])

@@ -356,8 +356,7 @@ def refitted(
         cross += (error.mT @ merged).double()
         missed += float(error.double().square().sum())
         whole += float(wanted.double().square().sum())
-    penalty = ridge * gram.diagonal().mean()
-    gram.diagonal().add_(penalty)
+    gram.diagonal().add_(penalty := ridge * gram.diagonal().mean())
     change = torch.linalg.solve(gram, cross, left=False)
     layer.o_proj = linear_of((weight + change).to(old.dtype), offset)
     # The squared error falls by 2 <change, cross> - <change gram, change>, without the penalty.

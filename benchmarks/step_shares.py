@@ -14,7 +14,7 @@ import time
 from unittest.mock import patch
 
 import torch
-from common import finish, introduce
+from common import finish, introduce, read_bandwidth
 from torch import nn
 
 import regard.hf
@@ -62,8 +62,10 @@ def main() -> None:
     print(f"\na step after {options.context:,} tokens takes {whole:.1f} ms")
     for name, milliseconds in rows.items():
         print(f"  {name:<12}{milliseconds:>8.1f} ms {milliseconds / whole:>5.0%}")
-    print(f"  weights of {weights / 1e6:.0f} MB are read at {weights / linear / 1e6:.1f} GB/s")
-    finish("step_shares", [{"step": whole, **rows, "weights": weights}])
+    read = read_bandwidth(256)
+    print(f"  weights of {weights / 1e6:.0f} MB are read at {weights / linear / 1e6:.1f} GB/s,")
+    print(f"  where this machine reads memory at {read / 1e9:.1f} GB/s")
+    finish("step_shares", [{"step": whole, **rows, "weights": weights, "read": read}])
 
 
 if __name__ == "__main__":

@@ -169,13 +169,12 @@ class _Calibration:
     def maker(self, target: Target) -> Callable[[Step], nn.Module]:
         """The function that converts one layer, after choosing what all layers share."""
         if target.kind == "heads":
-            options: dict[str, Any] = {"method": target.method}
             return lambda step: (
                 regroup(
                     attention_of(step.module),
                     target.num_kv_heads,
                     covariance=step.moments.augmented,
-                    **options,
+                    method=target.method,
                 ).layer
             )
         if target.kind == "exact-rope":

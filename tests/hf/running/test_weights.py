@@ -17,10 +17,12 @@ import regard.hf
 from regard.hf.running import weights
 from regard.hf.running.weights import SMALLEST, bind_weights
 from regard.matrices import MOST_ROWS, product_objection
+from regard.ops.kernels.intrinsics import machine_lanes
 
 WIDTH = 256  # of a square layer of `SMALLEST` weights
 CONFIG = LlamaConfig(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=300,
                      num_hidden_layers=2, intermediate_size=512)  # fmt: skip
+AVX2 = machine_lanes() == 8
 TOKENS = torch.arange(3, 11).view(1, 8)
 
 
@@ -60,7 +62,7 @@ def test_an_installed_model_decodes_by_compiled_products_and_a_prompt_does_not(c
     report = regard.hf.install(model)
     linears = 7 * CONFIG.num_hidden_layers + 1
     assert report.linear == linears - 2 * CONFIG.num_hidden_layers  # keys' and values' are small
-    assert f"{report.linear} linear layers: products of up to 8 tokens" in str(report)
+    assert f"{report.linear} linear layers on a CPU: up to 8 tokens by compiled code" in str(report)
     torch.testing.assert_close(model(TOKENS).logits, shipped, atol=1e-5, rtol=1e-5)
     assert calls == [TOKENS.shape[1]] * report.linear
     calls.clear()
@@ -148,6 +150,36 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
     assert half(x).equal(own(half, x))
     assert calls == []
     weights._gains.cache_clear()
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["at once", "in parts"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_of_half_precision_are_computed_in_float32(dtype, biased, few, monkeypatch):
+    """Each output is the sum of float64, rounded once."""
+    if few:
+        monkeypatch.setattr(weights, "WIDENED", 100 * WIDTH)
+    layer = nn.Linear(WIDTH, WIDTH, bias=biased, dtype=dtype).requires_grad_(False)
+    monkeypatch.setattr(weights, "_gains", lambda dtype: True)
+    bind_weights(nn.Sequential(layer))
+    x = torch.randn(3, MOST_ROWS, WIDTH, dtype=dtype)
+    bias = layer.bias.double() if biased else None
+    wanted = functional.linear(x.double(), layer.weight.double(), bias)
+    found = layer(x)
+    assert found.dtype is dtype
+    error = (found.double() - wanted).abs()
+    assert (error <= 0.51 * torch.finfo(dtype).eps * wanted.abs() + 1e-5).all()
+    weight = layer.weight
+    layer.weight = nn.Parameter(weight.T.contiguous().T, requires_grad=False)
+    assert layer(x).equal(found)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(x[..., :-1])
+
+
+@pytest.mark.skipif(AVX2, reason="on AVX2 half precision is computed in float32")
+def test_many_rows_of_half_precision_are_torch_s_on_other_processors(layer):
+    half, x = layer.bfloat16(), torch.randn(2 * MOST_ROWS, WIDTH).bfloat16()
+    assert half(x).equal(own(half, x))
 
 
 def test_autocast_casts(layer, calls):

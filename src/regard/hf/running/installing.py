@@ -83,7 +83,7 @@ class Installation:
         left_alone: the names of other attention modules, and why regard does not run them.
         called: the names of attention modules that project and rotate in their own way and call
             regard for the attention alone, and the first difference from a known class.
-        linear: linear layers whose products of few tokens are computed by regard.
+        linear: linear layers that multiply few tokens by compiled code.
 
     Examples:
         >>> from regard.hf import Installation, InstalledLayer
@@ -115,16 +115,17 @@ class Installation:
             lines.append(f"  {where}: {text}")
         if self.linear:
             what = counted(self.linear, "linear layer")
-            lines.append(f"  {what}: products of up to {MOST_ROWS} tokens on a CPU by regard")
+            lines.append(f"  {what} on a CPU: up to {MOST_ROWS} tokens by compiled code")
         return "\n".join(lines)
 
 
 def install(model: nn.Module, *, precision: str = "strict", linear: bool = True) -> Installation:
     """Run the attention of a transformers model on regard. Installing twice is installing once.
 
-    Decoding on a CPU spends most of its time reading the weights of linear layers. Plain layers of
-    `nn.Linear` in float32 or bfloat16 whose weights are on a CPU multiply up to 8 tokens by
-    compiled code that reads them at the memory's bandwidth (`linear`).
+    Decoding on a CPU spends most of its time reading the weights of linear layers. So `linear`
+    layers of a model on a CPU multiply up to 8 tokens by compiled code, which reads weights at the
+    memory's bandwidth, where nothing wants gradients. In half precision on a processor with AVX2
+    alone, more tokens are multiplied in float32, since torch has no quick kernels for them there.
 
     Classes, children, parameters and hooks stay; `uninstall` restores. Attention of an unknown
     family is left as it is, and the report names it. `output_attentions=True` works under every
@@ -135,8 +136,8 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
         precision: of `attend`: the attribute `precision` of every attention module until
             `uninstall`. `"fast"` keeps scores and weights in bfloat16 where hidden states are, on
             CPUs.
-        linear: whether linear layers of the whole model multiply few tokens by compiled code.
-            Their sums are in float32, and in the same order whatever the number of tokens.
+        linear: whether the plain layers of `nn.Linear` of the whole model do so. Sums are float32;
+            up to 8 tokens, they have the same bits whatever the number of tokens.
 
     Raises:
         ValueError: if no attention of the model is of a known family, or it reads masks that are

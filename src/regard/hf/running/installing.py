@@ -21,7 +21,7 @@ from regard.hf.packages import check_version
 from regard.hf.running import heads, latent, registering
 from regard.hf.running.binding import bind, method, replace, restore
 from regard.hf.running.probing import disagreement
-from regard.hf.running.weights import bind_weights
+from regard.hf.running.products import bind_linear
 from regard.layers.forms.tied_kv import TiedKeys
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.layers.query_scale import UNSCALED
@@ -186,7 +186,7 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
         for name in why
         if name not in called
     }
-    bound = bind_weights(model) if linear else 0
+    bound = bind_linear(model) if linear else 0
     return Installation(type(model).__name__, layers, left, called, bound)
 
 

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("numba")
 
 from regard.matrices import MOST_ROWS
-from regard.ops.kernels import linear as compiled
-from regard.ops.kernels.linear import linear
+from regard.ops.kernels import row_products as compiled
+from regard.ops.kernels.row_products import linear
 
 SIZES = [(5, 16), (7, 48), (1, 32), (131, 24), (50, 8), (67, 576)]  # outputs, width
 DTYPES = [torch.float32, torch.bfloat16]
@@ -17,9 +17,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 def lanes(request, monkeypatch):
     """Vectors of so many lanes, as of AVX-512, AVX2 and NEON; LLVM divides those it lacks."""
     monkeypatch.setattr(compiled, "machine_lanes", lambda: request.param)
-    compiled.plan.cache_clear()
+    compiled.schedule.cache_clear()
     yield request.param
-    compiled.plan.cache_clear()
+    compiled.schedule.cache_clear()
 
 
 def expected(x, weight, bias):

@@ -24,7 +24,7 @@ HALVES = torch.bfloat16, torch.float16
 WIDENED = 1 << 24  # weights, at most, that are float32 at a time: 64 MiB
 
 
-def bind_weights(model: nn.Module) -> int:
+def bind_linear(model: nn.Module) -> int:
     """Bind `forward` to the plain linear layers of a model, and return how many have it."""
     if find_spec("numba") is None:  # the extra "cpu"
         return 0
@@ -51,7 +51,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if type(self) is nn.Linear:
         weight, bias = self.weight, self.bias
         if _gains(weight.dtype) and _runs_now(input, weight, bias):
-            from regard.ops.kernels.linear import linear  # imports numba
+            from regard.ops.kernels.row_products import linear  # imports numba
 
             out = linear(input, weight, bias)
             if out is not None:

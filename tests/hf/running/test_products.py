@@ -14,8 +14,8 @@ pytest.importorskip("numba")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import regard.hf
-from regard.hf.running import weights
-from regard.hf.running.weights import SMALLEST, bind_weights
+from regard.hf.running import products
+from regard.hf.running.products import SMALLEST, bind_linear
 from regard.matrices import MOST_ROWS, product_objection
 from regard.ops.kernels.intrinsics import machine_lanes
 
@@ -29,7 +29,7 @@ TOKENS = torch.arange(3, 11).view(1, 8)
 @pytest.fixture
 def calls(monkeypatch):
     """The rows of each call that compiled code has run."""
-    from regard.ops.kernels import linear as module
+    from regard.ops.kernels import row_products as module
 
     found, run = [], module.linear
 
@@ -47,7 +47,7 @@ def calls(monkeypatch):
 def layer():
     """A bound layer in a module of its own."""
     holder = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
-    assert bind_weights(holder) == 1
+    assert bind_linear(holder) == 1
     return holder[0]
 
 
@@ -99,7 +99,7 @@ def test_only_plain_and_large_layers_are_bound():
     hooked.forward = hooked.forward  # as accelerate's hooks leave it
     small = nn.Linear(WIDTH, SMALLEST // WIDTH - 1)
     holder = nn.Sequential(Own(WIDTH, WIDTH), hooked, small, nn.Linear(WIDTH, WIDTH, device="meta"))
-    assert bind_weights(holder) == 0
+    assert bind_linear(holder) == 0
 
 
 def test_a_bound_layer_is_still_a_plain_product(layer):
@@ -111,7 +111,7 @@ def test_a_bound_layer_is_still_a_plain_product(layer):
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_are_those_of_torch(biased, calls):
     holder = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=biased))
-    bind_weights(holder)
+    bind_linear(holder)
     x = torch.randn(2, WIDTH, requires_grad=True)
     found = torch.autograd.grad(holder(x).square().sum(), [x, *holder.parameters()])
     wanted = torch.autograd.grad(own(holder[0], x).square().sum(), [x, *holder.parameters()])
@@ -144,12 +144,12 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
     half = layer.bfloat16()
     x = x.bfloat16()
     torch.testing.assert_close(half(x), own(half, x))
-    weights._gains.cache_clear()
+    products._gains.cache_clear()
     monkeypatch.setattr("regard.ops.kernels.intrinsics.machine_lanes", lambda: 16)
     calls.clear()
     assert half(x).equal(own(half, x))
     assert calls == []
-    weights._gains.cache_clear()
+    products._gains.cache_clear()
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["at once", "in parts"])
@@ -158,10 +158,10 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
 def test_many_rows_of_half_precision_are_computed_in_float32(dtype, biased, few, monkeypatch):
     """Each output is the sum of float64, rounded once."""
     if few:
-        monkeypatch.setattr(weights, "WIDENED", 100 * WIDTH)
+        monkeypatch.setattr(products, "WIDENED", 100 * WIDTH)
     layer = nn.Linear(WIDTH, WIDTH, bias=biased, dtype=dtype).requires_grad_(False)
-    monkeypatch.setattr(weights, "_gains", lambda dtype: True)
-    bind_weights(nn.Sequential(layer))
+    monkeypatch.setattr(products, "_gains", lambda dtype: True)
+    bind_linear(nn.Sequential(layer))
     x = torch.randn(3, MOST_ROWS, WIDTH, dtype=dtype)
     bias = layer.bias.double() if biased else None
     wanted = functional.linear(x.double(), layer.weight.double(), bias)

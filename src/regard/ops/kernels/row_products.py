@@ -79,7 +79,7 @@ PACKED = struct.Struct(f"{len(Product._fields)}q")  # the same, as Python packs 
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """The compiled code for weights of one shape and dtype. It holds nothing of a tensor."""
 
     address: int  # of the machine code
@@ -89,8 +89,8 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(outputs: int, width: int, dtype: torch.dtype) -> Plan | None:
-    """The plan for a weight `[outputs, width]`; None if the kernel does not read such a weight.
+def schedule(outputs: int, width: int, dtype: torch.dtype) -> Schedule | None:
+    """The schedule for a weight `[outputs, width]`; None if the kernel does not read such a weight.
 
     A row is an even number of vectors: of the longest ones of the machine of which it is.
     """
@@ -101,7 +101,7 @@ def plan(outputs: int, width: int, dtype: torch.dtype) -> Plan | None:
     strip = Strip(lanes, half)
     block = max(1, TASK // (strip.item * width))
     address = int(kernel(strip).address)
-    return Plan(address, block, -(-outputs // block), 4 * width * half)
+    return Schedule(address, block, -(-outputs // block), 4 * width * half)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -111,7 +111,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
     All are float32, or all bfloat16; contiguous, and on the CPU.
     """
     (outputs, width), dtype, sizes = weight.shape, weight.dtype, x.shape
-    found = plan(outputs, width, dtype)
+    found = schedule(outputs, width, dtype)
     if found is None or sizes[-1] != width or not 0 < (rows := x.numel() // width) <= MOST_ROWS:
         return None
     if not _is_readable(x, dtype) or not _is_readable(weight, dtype):

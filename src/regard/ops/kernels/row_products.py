@@ -139,6 +139,7 @@ def _is_readable(x: Tensor, dtype: torch.dtype) -> bool:
     return dense and x.data_ptr() != 0
 
 
+@functools.cache
 @no_type_check
 def kernel(strip: Strip) -> Any:
     """The machine code: a C function of the address of one `Product` record."""

@@ -64,8 +64,10 @@ def kernels_ahead(
 def compile_kernels(
     model: Path, candidates: Sequence[Candidate], *, context: int, dtype: str | None = None
 ) -> None:
-    """Run a layer of each row with its cache: a prefill, a step, and a step that is repeated."""
+    """Multiply one token by a weight; run a layer of each row with its cache: a prefill, a step,
+    and a step that is repeated."""
     from regard.hf.generating.caches import KINDS, NAMES
+    from regard.ops.kernels.row_products import linear  # imports numba
 
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
@@ -74,6 +76,7 @@ def compile_kernels(
     sizes: dict[str, Any] = {"num_kv_heads": kv_heads, "head_dim": width}
     own = Attention(config["hidden_size"], heads, **sizes, rope=Rotary(width), mask=Causal())
     x = torch.zeros(1, context, own.hidden_size, dtype=getattr(torch, dtype or "float32"))
+    linear(x[:, 0], x.new_zeros(1, own.hidden_size))
     for each in candidates:
         if isinstance(each.cache, str):
             kind, options = NAMES[each.cache]

@@ -1,6 +1,7 @@
 """Measured rates of a machine: written, read, forgotten; not those of a busy machine."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -10,8 +11,9 @@ import torch
 
 from own_rates import own_rates
 from regard.bench import Tuning, measure_speed
+from regard.bench.choices import Choices
 from regard.bench.load import Load
-from regard.bench.tuning import MEASURED
+from regard.bench.tuning import MEASURED, _combine
 from regard.cli.app import run
 from regard.rates import SPEED, read_speed, speed_path, typical
 
@@ -27,7 +29,12 @@ def tunable(monkeypatch):
     usual = typical(torch.get_num_threads())
     tuning = Tuning(replace(usual, call=usual.call / 2), dict(STEADY), dict(STEADY), QUIET)
     monkeypatch.setattr("regard.bench.measure_speed", lambda: tuning)
+    choosing(monkeypatch, Choices([0.9]))
     return tuning
+
+
+def choosing(monkeypatch, choices):
+    monkeypatch.setattr("regard.bench.choices.compare_choices", lambda *speeds: choices)
 
 
 def stored():
@@ -38,11 +45,13 @@ def test_tune_saves_what_it_measures_and_removes_it(monkeypatch, capsys, tunable
     assert command(monkeypatch, "tune") == 0
     out = capsys.readouterr().out
     assert "GFLOP/s" in out and "1.05x" in out
+    assert "Of 1 call for which the measured rates choose another backend" in " ".join(out.split())
     assert stored() == tunable.speed == SPEED.now()
     assert command(monkeypatch, "tune", "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    names = {"processor", "path", "usual", "before", "now", "spread", "drift", "load"}
+    names = {"processor", "path", "usual", "before", "now", "spread", "drift", "load", "choices"}
     assert result.keys() == names
+    assert result["choices"] == {"ratios": [0.9], "average": pytest.approx(0.9)}
     assert result["usual"] == asdict(typical(torch.get_num_threads()))
     assert result["before"] == result["now"] == asdict(tunable.speed)
     assert command(monkeypatch, "tune", "--forget") == 0
@@ -79,9 +88,57 @@ def test_tune_saves_no_rates_that_such_a_processor_cannot_have(monkeypatch, caps
     assert stored() is None
 
 
+def test_tune_saves_no_rates_that_choose_slower_backends(monkeypatch, capsys, tunable):
+    choosing(monkeypatch, Choices([0.9, 1.3, 1.4]))
+    assert command(monkeypatch, "tune") == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "the constants choose faster backends: of 3 calls" in err and "nothing was saved" in err
+    assert stored() is None and not speed_path().exists()
+
+
+def passes_of(*factors, **others):
+    """How many times as fast as usual each rate was in each pass, as `measure_speed` counts."""
+    columns = {name: others.get(name, factors) for name in MEASURED}
+    return [
+        {name: math.log(column[at]) for name, column in columns.items()}
+        for at in range(len(factors))
+    ]
+
+
+def faster(passes):
+    """The rates that these passes lead to, over the usual ones; and their spread."""
+    usual = typical(1)
+    speed, spread = _combine(passes, usual)
+    names = asdict(usual)
+    found = {name: getattr(speed, name) / getattr(usual, name) for name in names}
+    return {**found, "call": 1 / found["call"]}, spread
+
+
+def test_a_machine_that_is_half_as_fast_keeps_the_usual_pattern():
+    found, spread = faster(passes_of(0.5, 0.4, 0.6, 0.5, 0.5))
+    assert found == pytest.approx(dict.fromkeys(found, 0.5))
+    assert spread == pytest.approx(dict.fromkeys(MEASURED, 1.0))
+
+
+def test_a_rate_moves_half_way_and_less_the_more_its_passes_differ():
+    certain, _ = faster(passes_of(1, 1, 1, 1, 1, fused=[1.44] * 5))
+    assert certain["fused"] == pytest.approx(1.2)
+    assert all(each == 1 for name, each in certain.items() if name != "fused")
+    uncertain, spread = faster(passes_of(1, 1, 1, 1, 1, fused=[1.44, 1.44, 2, 1, 1.2]))
+    assert 1 < uncertain["fused"] < 1.19
+    assert spread["fused"] == pytest.approx(1.44 / 1.2)
+
+
+def test_a_pass_on_a_busy_machine_changes_no_rate():
+    quiet, _ = faster(passes_of(1, 1, 1, 1, 1, stream=[1.3] * 5, call=[0.7] * 5))
+    busy, _ = faster(passes_of(1, 1, 0.2, 1, 1, stream=[1.3, 1.3, 0.26, 1.3, 1.3],
+                               call=[0.7, 0.7, 0.14, 0.7, 0.7]))  # fmt: skip
+    assert busy == pytest.approx(quiet)
+
+
 def test_every_rate_is_measured():
     assert MEASURED.keys() <= asdict(typical(1)).keys()
-    tuning = measure_speed(rounds=3, size=0.01)
+    tuning = measure_speed(passes=2, rounds=2, size=0.01)
     assert all(value > 0 for value in asdict(tuning.speed).values())
     assert tuning.spread.keys() == tuning.drift.keys()
     assert MEASURED.keys() - tuning.spread.keys() <= {"tiled"}  # not every processor can run it
@@ -92,7 +149,7 @@ def test_measuring_beside_busy_programs_is_noticed():
     code = "while True: pass"
     busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
     try:
-        tuning = measure_speed(rounds=2, size=0.05)
+        tuning = measure_speed(passes=1, rounds=2, size=0.05)
     finally:
         for each in busy:
             each.kill()
@@ -107,7 +164,7 @@ def test_another_default_dtype_and_autocast_change_no_measured_operation(dtype):
         with torch.autocast("cpu"):
             made = MEASURED["products"](0.05)
             assert made.run().dtype in (torch.float32, torch.bfloat16)
-            assert measure_speed(rounds=1, size=0.01).speed.products > 0
+            assert measure_speed(passes=1, rounds=1, size=0.01).speed.products > 0
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -84,7 +84,11 @@ This code relies on these of their interfaces:
                    atomic_rmw; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function
     decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always")
-    compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=); `magic_tuple()`;
+    compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=, pipeline_class=);
+                   numba.core.compiler.Compiler, whose third argument is the library that it fills;
+                   numba.core.codegen.JITCodeLibrary: when it optimises and compiles its module, and
+                   that `get_executable` asks it for an address and for `codegen.set_env`;
+                   `magic_tuple()`;
                    numba.core.ccallback.CFunc and its `_cache`; numba.core.caching: FunctionCache,
                    CompileResultCacheImpl and _CacheLocator; files are named by `__qualname__`
 

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Leave modules and tests out of later garbage collections: reading them takes a second each."""
+    """Leave modules and tests out of later garbage collections, which take a second with them."""
     gc.freeze()
 
 

@@ -72,40 +72,38 @@ def test_differing_calls_have_the_choice_of_each_set_of_rates():
             if speed is CONSTANTS:
                 assert SHORTEST <= BACKENDS[made.name].estimate(made.call) <= LONGEST
     assert differing(calls, CONSTANTS, CONSTANTS) == []
+    assert differing(calls, CONSTANTS.faster(0.37), CONSTANTS) == []  # ratios alone matter
 
 
 def test_rates_that_choose_slow_backends_are_told_from_those_that_choose_fast_ones(monkeypatch):
     """By the clock: eager attention is slower than the kernels where these are expected to win."""
-    shapes = [Shape("square", 8, 8, 64, n, n) for n in (200, 250, 300, 350, 400)]
+    shapes = [Shape("square", 8, 8, 64, n, n) for n in range(200, 440, 40)]
     calls = [Drawn(shape, torch.float32, Causal()) for shape in shapes]
     monkeypatch.setattr("regard.bench.choices.draw_calls", lambda number: calls)
-    worse = compare_choices(FOOLISH, CONSTANTS, timed=5, cold=1 << 24)
-    assert len(worse.ratios) == 5
+    worse = compare_choices(FOOLISH, CONSTANTS, timed=6, cold=1 << 24)
+    assert len(worse.ratios) == 6
     assert worse.average > 1.15
     assert worse.objection() is not None
-    better = compare_choices(CONSTANTS, FOOLISH, timed=5, cold=1 << 24)
+    better = compare_choices(CONSTANTS, FOOLISH, timed=6, cold=1 << 24)
     assert better.average < 1 / 1.15
     assert better.objection() is None
 
 
 @pytest.mark.parametrize(
-    ("ratios", "average", "slower", "faster", "objects"),
+    ("ratios", "average", "objects"),
     [
-        ([], 1.0, 0, 0, False),
-        ([0.5, 2.0], 1.0, 1, 1, False),
-        ([1.0, 1.1, 0.9], 0.9967, 0, 0, False),
-        ([1.1, 1.1], 1.1, 0, 0, True),  # slower on average
-        ([0.3, 1.2, 1.2], 0.7560, 2, 1, True),  # slower more often
-        ([0.8, 0.8, 1.2], 0.9157, 1, 2, False),
+        ([], 1.0, True),
+        ([0.5, 0.5, 0.5, 0.5, 0.5], 0.5, True),  # too few
+        ([0.5, 0.5, 0.5, 0.5, 0.5, 0.5], 0.5, False),
+        ([0.9, 0.8, 0.9, 0.8, 0.9, 0.8], 0.8485, False),
+        ([0.5, 1.5, 0.5, 1.5, 0.9, 0.9], 0.8772, True),  # it may be chance
+        ([1.1, 1.1, 1.1, 1.1, 1.1, 1.1], 1.1, True),
     ],
 )
-def test_the_constants_are_kept_unless_others_choose_as_well(
-    ratios, average, slower, faster, objects
+def test_the_constants_stay_unless_others_choose_faster_backends_beyond_chance(
+    ratios, average, objects
 ):
     choices = Choices(ratios)
     assert math.isclose(choices.average, average, rel_tol=1e-3)
-    assert (choices.slower, choices.faster) == (slower, faster)
-    assert (choices.objection() is not None) == objects
-    if objects:
-        assert choices.objection() == f"the constants choose faster backends: {choices}"
+    assert choices.objection() == (str(choices) if objects else None)
     assert ratios == [] or str(choices).startswith(f"of {len(ratios)} calls for which")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from regard.rates import SPEED, read_speed, speed_path, typical
 
 __all__ = ["own_rates"]
 QUIET = Load(0.01, 0.05)
+FASTER = Choices([0.9] * 6)
 STEADY = dict.fromkeys(MEASURED, 1.05)
 pytestmark = pytest.mark.usefixtures("own_rates")
 
@@ -29,7 +31,7 @@ def tunable(monkeypatch):
     usual = typical(torch.get_num_threads())
     tuning = Tuning(replace(usual, call=usual.call / 2), dict(STEADY), dict(STEADY), QUIET)
     monkeypatch.setattr("regard.bench.measure_speed", lambda: tuning)
-    choosing(monkeypatch, Choices([0.9]))
+    choosing(monkeypatch, FASTER)
     return tuning
 
 
@@ -45,13 +47,13 @@ def test_tune_saves_what_it_measures_and_removes_it(monkeypatch, capsys, tunable
     assert command(monkeypatch, "tune") == 0
     out = capsys.readouterr().out
     assert "GFLOP/s" in out and "1.05x" in out
-    assert "Of 1 call for which the measured rates choose another backend" in " ".join(out.split())
+    assert "Of 6 calls for which the measured rates choose another backend" in " ".join(out.split())
     assert stored() == tunable.speed == SPEED.now()
     assert command(monkeypatch, "tune", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     names = {"processor", "path", "usual", "before", "now", "spread", "drift", "load", "choices"}
     assert result.keys() == names
-    assert result["choices"] == {"ratios": [0.9], "average": pytest.approx(0.9)}
+    assert result["choices"] == {"ratios": FASTER.ratios, "average": pytest.approx(0.9)}
     assert result["usual"] == asdict(typical(torch.get_num_threads()))
     assert result["before"] == result["now"] == asdict(tunable.speed)
     assert command(monkeypatch, "tune", "--forget") == 0
@@ -88,12 +90,20 @@ def test_tune_saves_no_rates_that_such_a_processor_cannot_have(monkeypatch, caps
     assert stored() is None
 
 
-def test_tune_saves_no_rates_that_choose_slower_backends(monkeypatch, capsys, tunable):
-    choosing(monkeypatch, Choices([0.9, 1.3, 1.4]))
-    assert command(monkeypatch, "tune") == 2
-    err = " ".join(capsys.readouterr().err.split())
-    assert "the constants choose faster backends: of 3 calls" in err and "nothing was saved" in err
-    assert stored() is None and not speed_path().exists()
+@pytest.mark.parametrize("ratios", [[], [0.9, 1.3, 1.4, 0.8, 1.2, 1.1]])
+def test_without_faster_choices_the_ratios_of_the_constants_stay(
+    monkeypatch, capsys, tunable, ratios
+):
+    """The machine's pace is saved: it is what a plan for this machine reads."""
+    monkeypatch.setattr("regard.bench.measure_speed", lambda: replace(tunable, pace=0.5))
+    choosing(monkeypatch, Choices(ratios))
+    assert command(monkeypatch, "tune") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "backends are chosen as by the constants, and all rates change alike" in out
+    usual, saved = asdict(typical(torch.get_num_threads())), asdict(stored())
+    times = {name: saved[name] / usual[name] for name in usual}
+    assert times == pytest.approx({**dict.fromkeys(usual, 0.5), "call": 2.0})
+    assert SPEED.now() == stored()
 
 
 def passes_of(*factors, **others):
@@ -108,7 +118,8 @@ def passes_of(*factors, **others):
 def faster(passes):
     """The rates that these passes lead to, over the usual ones; and their spread."""
     usual = typical(1)
-    speed, spread = _combine(passes, usual)
+    speed, spread, pace = _combine(passes, usual)
+    assert pace == pytest.approx(math.exp(statistics.median(each["products"] for each in passes)))
     names = asdict(usual)
     found = {name: getattr(speed, name) / getattr(usual, name) for name in names}
     return {**found, "call": 1 / found["call"]}, spread

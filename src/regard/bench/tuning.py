@@ -7,7 +7,7 @@ and more towards the usual pattern, since an operation measured alone tells only
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ ROUNDS = 7  # of each pass
 VARIED = 0.2  # log of the factor by which a rate of a machine usually differs from its class
 TOLD = 0.2  # log of the error that a rate measured alone has for calls of attention
 APART = 1.5  # ratio of quartiles above which something else disturbs the measurement
-LATER = 1.25  # ratio of the medians of the first and the second half of the rounds, likewise
+LATER = 1.5  # ratio of the medians of the first and the second half of the rounds, likewise
 NARROW = 16  # head dim at which scores take longer than products
 # What calls of attention reach of a rate measured alone: the constants of `AVX2` and `AVX512` over
 # the rates of the EPYC that they were fitted on.
@@ -49,6 +49,7 @@ class Tuning:
             pace of all rates.
         drift: the ratio of each median in the second half of the rounds to that in the first.
         load: what other programs took of the processors meanwhile.
+        pace: how many times as fast as usual the machine is, by the median of its rates.
 
     Examples:
         >>> from regard.bench import Tuning
@@ -62,6 +63,7 @@ class Tuning:
     spread: dict[str, float]
     drift: dict[str, float]
     load: Load
+    pace: float = 1.0
 
     def objection(self) -> str | None:
         """Why these rates should not be saved, in a sentence; None if they should."""
@@ -119,9 +121,10 @@ def measure_speed(*, passes: int = PASSES, rounds: int = ROUNDS, size: float = 1
         watch = Watch()
         measured = [_measure_pass(size, rounds) for _ in range(passes)]
         load = watch.load()
-    speed, spread = _combine([_faster(each, usual) for each in measured], usual)
+    speed, spread, pace = _combine([_faster(each, usual) for each in measured], usual)
     every = {name: [x for each in measured for x in each[name]] for name in measured[0]}
-    return Tuning(speed, spread, {name: _drift(each) for name, each in every.items()}, load)
+    drift = {name: _drift(each) for name, each in every.items()}
+    return Tuning(speed, spread, drift, load, pace)
 
 
 def _rates(size: float) -> dict[str, "Rate"]:
@@ -145,18 +148,17 @@ def _faster(measured: dict[str, list[float]], usual: Speed) -> dict[str, float]:
     return {**logs, "call": -logs["call"]}  # seconds: the other rates are per second
 
 
-def _combine(passes: list[dict[str, float]], usual: Speed) -> tuple[Speed, dict[str, float]]:
-    """The rates, and the ratio of the quartiles of each over the passes."""
+def _combine(passes: list[dict[str, float]], usual: Speed) -> tuple[Speed, dict[str, float], float]:
+    """The rates, the ratio of the quartiles of each over the passes, and the pace."""
     paces = [statistics.median(each.values()) for each in passes]
-    pace, moved, spread = statistics.median(paces), {}, {}
+    moved, spread = {}, {}
     for name in passes[0]:
         beside = [each[name] - its_pace for each, its_pace in zip(passes, paces, strict=True)]
         doubt = TOLD**2 + (statistics.variance(beside) if len(beside) > 1 else 0.0)
-        moved[name] = pace + statistics.median(beside) * VARIED**2 / (VARIED**2 + doubt)
+        moved[name] = math.exp(statistics.median(beside) * VARIED**2 / (VARIED**2 + doubt))
         spread[name] = _apart([math.exp(each) for each in beside])
-    factors = {name: math.exp(moved.get(name, pace)) for name in asdict(usual)}
-    factors["call"] = 1 / factors["call"]
-    return Speed(**{name: rate * factors[name] for name, rate in asdict(usual).items()}), spread
+    pace = math.exp(statistics.median(paces))
+    return usual.faster(pace).faster(1.0, **moved), spread, pace
 
 
 def _apart(values: list[float]) -> float:

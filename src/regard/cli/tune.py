@@ -1,6 +1,6 @@
 """regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -61,9 +61,8 @@ def tune(
     usual = typical(torch.get_num_threads())
     with waiting("comparing choices of backends"):
         choices = compare_choices(tuning.speed, usual)
-    objection = choices.objection()
-    if objection is not None:
-        raise ValueError(f"{objection}; nothing was saved")
+    if choices.objection() is not None:  # then all rates change alike, and no choice does
+        tuning = replace(tuning, speed=usual.faster(tuning.pace))
     path = write_speed(tuning.speed)
     SPEED.use(tuning.speed)
     if as_json:
@@ -76,7 +75,9 @@ def tune(
     console = stdout()
     show(before, tuning, console)
     console.print()
-    say(console, f"{choices}.".capitalize())
+    say(console, f"{str(choices).capitalize()}.")
+    if choices.objection() is not None:
+        say(console, "So backends are chosen as by the constants, and all rates change alike.")
     say(console, f"Saved in {path}: backends are chosen by them from now on.")
     say(console, "Next: regard bench compares the choice; regard tune --forget removes them.")
 

@@ -64,8 +64,12 @@ def test_random_calls_are_the_definition(dtype, width):
 
 @pytest.mark.parametrize(
     ("dtype", "width"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 32)]
-    + [pytest.param(torch.float32, 32, marks=pytest.mark.long)],
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, 32),
+        pytest.param(torch.float32, 32, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_keys_in_parts_are_merged(dtype, width):

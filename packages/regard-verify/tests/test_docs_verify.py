@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -44,9 +46,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def pytest_runs(folder, *arguments):
-    source = str(ROOT / "packages/regard-verify/src")
-    variables = {"PYTHONPATH": source, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    plugins = ["-p", "regard_verify.plugin", "-p", "no:cacheprovider", "--color=no"]
+    paths = (ROOT / "packages/regard-verify/src", Path(verify_page.__file__).parent)
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    variables |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    plugins = ["-p", "regard_verify.plugin", "-p", "forking", "-p", "no:cacheprovider"]
+    plugins.append("--color=no")
     done = run_python("-m", "pytest", *plugins, *arguments, cwd=folder, **variables)
     return done.returncode, done.stdout + done.stderr
 

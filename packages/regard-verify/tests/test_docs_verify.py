@@ -5,6 +5,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -19,6 +20,7 @@ from pages import ROOT, Block, blocks, read, snippets
 from regard_verify import LAWS, Conventions, check
 from regard_verify.command import run
 from regard_verify.report.report import COLOURS, EXIT_CODES, Status
+from regard_verify.run.separate_process import forked
 from strangers.faults import FAULTS
 
 PAGE, DETAILS = read(verify_page.PAGE), read(verify_page.DETAILS)
@@ -114,7 +116,8 @@ def test_every_command_is_understood(line, folder, monkeypatch, capsys):
     assert bool(report["problem"]) == any(each in line for each in absent)
 
 
-def test_a_reference_judges_what_was_not_judged(folder):
+def test_a_reference_judges_what_was_not_judged(folder, monkeypatch):
+    monkeypatch.setattr(sys.modules["regard_verify.run.check"], "new_python", forked)
     partly = check("my_alibi.py:alibi", quick=True)
     assert partly.failed == []
     assert partly.verdict == "partly judged"

@@ -36,7 +36,9 @@ COMMANDS = {line for code in SHELL for line in code.splitlines()}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the files of the pages, where commands run."""
+    """A folder with the files of the pages, where commands run; subjects are judged in forks."""
+    monkeypatch.setattr("regard_verify.terminal.of_command", forked)
+    monkeypatch.setattr(sys.modules["regard_verify.run.check"], "new_python", forked)
     for page in (verify_page.PAGE, verify_page.DETAILS):
         for each in blocks(page, "python"):
             if each.title.endswith('.py"'):
@@ -116,8 +118,7 @@ def test_every_command_is_understood(line, folder, monkeypatch, capsys):
     assert bool(report["problem"]) == any(each in line for each in absent)
 
 
-def test_a_reference_judges_what_was_not_judged(folder, monkeypatch):
-    monkeypatch.setattr(sys.modules["regard_verify.run.check"], "new_python", forked)
+def test_a_reference_judges_what_was_not_judged(folder):
     partly = check("my_alibi.py:alibi", quick=True)
     assert partly.failed == []
     assert partly.verdict == "partly judged"

@@ -1,6 +1,30 @@
 """Linear layers as matrices: which are merely a product with one, and with which."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch import Tensor, nn
+
+MOST_ROWS = (
+    8  # rows, or tokens, that compiled code multiplies by a weight that it reads once; torch's
+)
+# kernels multiply more of them as quickly
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def same_product(forward: _Forward) -> _Forward:
+    """Mark a function that takes the place of a linear layer's forward and computes the same."""
+    forward.is_same_product = True  # type: ignore[attr-defined]
+    return forward
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a function that is not marked as the `same_product` takes the place of the forward of
+    the module's class."""
+    if "forward" not in vars(module):
+        return False
+    own = vars(module)["forward"]
+    return not getattr(getattr(own, "func", own), "is_same_product", False)
 
 
 class MatrixProduct(nn.Module):
@@ -30,9 +54,9 @@ def product_objection(module: nn.Module) -> str | None:
     Hooks, accelerate's offloading, adapters and quantisation make it more."""
     if type(module) is not nn.Linear and not isinstance(module, MatrixProduct):
         return f"is a {type(module).__name__}, not a plain nn.Linear"
-    own = vars(module)
-    if "forward" in own:
+    if has_own_forward(module):
         return "has a forward of its own, as accelerate's hooks give it"
+    own = vars(module)
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return "has forward hooks"
     return None

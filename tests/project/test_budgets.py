@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (2053, 2053),  # the modules beside the folders; the design names no budget for them
+    ".": (2077, 2077),  # the modules beside the folders; the design names no budget for them
     "layers -forms": (1600, 1992),  # queries scaled by position are a value of its own
     "layers/forms": (900, 900),  # layers of newer models, made of the functions of `layers`
     "rope": (850, 850),
@@ -20,8 +20,8 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "cache/paging": (2600, 3405),
     "ops -backends -kernels": (3200, 3383),
     "ops/backends": (1700, 1714),
-    "ops/kernels": (2900, 3336),
-    "hf": (4800, 7616),
+    "ops/kernels": (2900, 3582),  # with the kernel of linear layers, which is not attention
+    "hf": (4800, 7742),
     "convert": (4600, 5038),
     "compare": (1100, 2199),
     "plan": (2600, 2689),

@@ -15,7 +15,7 @@ from torch import nn
 import regard.hf
 from interpreters import run_python
 from regard.hf import attention_modules, packages
-from regard.hf.running import calls
+from regard.hf.running import calls, heads
 from regard.hf.running.masks import visible
 from session import LONG
 from tiny import tiny
@@ -85,7 +85,8 @@ def test_a_copy_is_installed_as_precisely_and_can_be_uninstalled(copied):
     other = copied(model)
     modules = attention_modules(other).values()
     assert {calls.precision_of(module) for module in modules} == {"fast"}
-    assert all(module.forward.__self__ is module for module in modules)
+    assert all(module.forward.func is heads.forward for module in modules)
+    assert all(module.forward.args == (module,) for module in modules)
     regard.hf.uninstall(other)
     assert {calls.precision_of(module) for module in modules} == {"strict"}
     left = {"forward", "precision", "_before_regard"}

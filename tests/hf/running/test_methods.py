@@ -1,6 +1,7 @@
 """Modules that hand their heads to a method of their own."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -62,12 +63,15 @@ def test_logits_text_and_gradients_are_the_same_and_come_from_attend(model, monk
         torch.testing.assert_close(each.grad, grads[name], rtol=1e-3, atol=1e-5)
 
 
-def test_a_copy_calls_itself_and_uninstall_restores(model):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_calls_itself_and_uninstall_restores(model, copied):
     before, *_ = run(model)
     regard.hf.install(model)
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     attention = next(each for each in twin.modules() if registering.METHOD in vars(each))
-    assert vars(attention)[registering.METHOD].__self__ is attention
+    own = vars(attention)[registering.METHOD]
+    assert own.func is registering.attend
+    assert own.args == (attention,)
     regard.hf.uninstall(model)
     assert not any(registering.METHOD in vars(each) for each in model.modules())
     torch.testing.assert_close(run(model)[0], before, rtol=0, atol=0)

@@ -16,6 +16,7 @@ from regard.distributed.tensor.heads import split_of
 from regard.distributed.tensor.parallel import is_of_transformers
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import Mask
+from regard.matrices import has_own_forward
 
 REPLACED: dict[str, Any] = {"forward": forward, "weights": refuse, "explain": refuse}
 
@@ -142,7 +143,7 @@ def _up_objection(layer: Any) -> str | None:
         if module is None:
             continue
         hooks = module._forward_hooks or module._forward_pre_hooks
-        if hooks or "forward" in vars(module):
+        if hooks or has_own_forward(module):
             return (
                 f"has hooks on {name}, which would run for each message, and again in the "
                 "backward pass; remove them"

@@ -6,7 +6,7 @@ installed model is installed too, and can be uninstalled.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -35,11 +35,22 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
 
 
 def bind(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let `module(...)` call `forward(module, ...)`, until `restore`; hooks still run around it.
+    """Let `module(...)` call `forward(module, ...)`, until `restore`; hooks still run around it."""
+    replace(module, "forward", method(forward, module))
 
-    A bound method, so that a deep copy of the module calls itself and not the original.
+
+def method(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`function` with the module as its first argument.
+
+    A partial function is copied and pickled with its module: a deep copy of the module calls
+    itself. A bound method would be pickled as the name of an attribute, which the class has, too.
     """
-    replace(module, "forward", MethodType(forward, module))
+    return partial(function, module)
+
+
+def function_of(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The function of the `method` that is the attribute of this module alone; else None."""
+    return getattr(module.__dict__.get(name), "func", None)
 
 
 def is_bound(module: nn.Module) -> bool:
@@ -61,7 +72,7 @@ def all_bound(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Itera
     try:
         for module, forward in forwards:
             before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = MethodType(forward, module)
+            module.__dict__["forward"] = method(forward, module)
         yield
     finally:
         for module, own in reversed(before):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,12 +19,14 @@ from regard.hf.families.recognising import family_of, known_family, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
 from regard.hf.running import heads, latent, registering
-from regard.hf.running.binding import bind, replace, restore
+from regard.hf.running.binding import bind, method, replace, restore
 from regard.hf.running.probing import disagreement
+from regard.hf.running.weights import bind_weights
 from regard.layers.forms.tied_kv import TiedKeys
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.layers.query_scale import UNSCALED
 from regard.masks import Span
+from regard.matrices import MOST_ROWS
 from regard.ops.attend import prepare
 from regard.ops.check import check_options
 from regard.words import counted
@@ -82,6 +83,7 @@ class Installation:
         left_alone: the names of other attention modules, and why regard does not run them.
         called: the names of attention modules that project and rotate in their own way and call
             regard for the attention alone, and the first difference from a known class.
+        linear: linear layers that multiply few tokens by compiled code.
 
     Examples:
         >>> from regard.hf import Installation, InstalledLayer
@@ -95,6 +97,7 @@ class Installation:
     layers: tuple[InstalledLayer, ...]
     left_alone: dict[str, str]
     called: dict[str, str] = field(default_factory=dict)
+    linear: int = 0
 
     def __str__(self) -> str:
         groups: dict[str, list[str]] = {}
@@ -110,11 +113,19 @@ class Installation:
         for text, names in groups.items():
             where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
             lines.append(f"  {where}: {text}")
+        if self.linear:
+            what = counted(self.linear, "linear layer")
+            lines.append(f"  {what} on a CPU: up to {MOST_ROWS} tokens by compiled code")
         return "\n".join(lines)
 
 
-def install(model: nn.Module, *, precision: str = "strict") -> Installation:
+def install(model: nn.Module, *, precision: str = "strict", linear: bool = True) -> Installation:
     """Run the attention of a transformers model on regard. Installing twice is installing once.
+
+    Decoding on a CPU spends most of its time reading the weights of linear layers. So `linear`
+    layers of a model on a CPU multiply up to 8 tokens by compiled code, which reads weights at the
+    memory's bandwidth, where nothing wants gradients. In half precision on a processor with AVX2
+    alone, more tokens are multiplied in float32, since torch has no quick kernels for them there.
 
     Classes, children, parameters and hooks stay; `uninstall` restores. Attention of an unknown
     family is left as it is, and the report names it. `output_attentions=True` works under every
@@ -125,6 +136,8 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
         precision: of `attend`: the attribute `precision` of every attention module until
             `uninstall`. `"fast"` keeps scores and weights in bfloat16 where hidden states are, on
             CPUs.
+        linear: whether the plain layers of `nn.Linear` of the whole model do so. Sums are float32;
+            up to 8 tokens, they have the same bits whatever the number of tokens.
 
     Raises:
         ValueError: if no attention of the model is of a known family, or it reads masks that are
@@ -173,7 +186,8 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
         for name in why
         if name not in called
     }
-    return Installation(type(model).__name__, layers, left, called)
+    bound = bind_weights(model) if linear else 0
+    return Installation(type(model).__name__, layers, left, called, bound)
 
 
 def _difference_of(kind: Any) -> str:
@@ -205,7 +219,7 @@ def _call_regard(module: Any) -> None:
     """Let this module alone find regard where its config names the attention function, the config
     of the model stays; or in the place of its method."""
     if not calls_the_interface(module):
-        return replace(module, registering.METHOD, MethodType(registering.attend, module))
+        return replace(module, registering.METHOD, method(registering.attend, module))
     if vars(module).get("_before_regard", {}).get("config") is not None:
         return
     config = copy(module.config)

@@ -14,6 +14,7 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     appending.py      rotates one token's queries and keys, appends its keys and values to a cache
     stepping.py       `step`: those two, as a decoding step of a layer
     threads.py        the threads that run a kernel
+    linear.py         few rows times the weight of a linear layer, with the vectors of the others
 
 The kernel of `tiled`, for many queries in bfloat16, shares intrinsics and vectors:
 

@@ -1,0 +1,251 @@
+"""Linear layers of installed models: the same products, bound, unbound, traced and copied."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+pytest.importorskip("numba")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import regard.hf
+from regard.hf.running import weights
+from regard.hf.running.weights import SMALLEST, bind_weights
+from regard.matrices import MOST_ROWS, product_objection
+from regard.ops.kernels.intrinsics import machine_lanes
+
+WIDTH = 256  # of a square layer of `SMALLEST` weights
+CONFIG = LlamaConfig(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=300,
+                     num_hidden_layers=2, intermediate_size=512)  # fmt: skip
+AVX2 = machine_lanes() == 8
+TOKENS = torch.arange(3, 11).view(1, 8)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The rows of each call that compiled code has run."""
+    from regard.ops.kernels import linear as module
+
+    found, run = [], module.linear
+
+    def recorded(x, weight, bias=None):
+        out = run(x, weight, bias)
+        if out is not None:
+            found.append(x.numel() // x.shape[-1])
+        return out
+
+    monkeypatch.setattr(module, "linear", recorded)
+    return found
+
+
+@pytest.fixture
+def layer():
+    """A bound layer in a module of its own."""
+    holder = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+    assert bind_weights(holder) == 1
+    return holder[0]
+
+
+def own(layer, x):
+    return functional.linear(x, layer.weight, layer.bias)
+
+
+@torch.no_grad()
+def test_an_installed_model_decodes_by_compiled_products_and_a_prompt_does_not(calls):
+    model = LlamaForCausalLM(CONFIG).eval()
+    shipped = model(TOKENS).logits
+    report = regard.hf.install(model)
+    linears = 7 * CONFIG.num_hidden_layers + 1
+    assert report.linear == linears - 2 * CONFIG.num_hidden_layers  # keys' and values' are small
+    assert f"{report.linear} linear layers on a CPU: up to 8 tokens by compiled code" in str(report)
+    torch.testing.assert_close(model(TOKENS).logits, shipped, atol=1e-5, rtol=1e-5)
+    assert calls == [TOKENS.shape[1]] * report.linear
+    calls.clear()
+    model(TOKENS.repeat(1, 2))
+    assert calls == []
+    regard.hf.uninstall(model)
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert model(TOKENS).logits.equal(shipped)
+    assert calls == []
+
+
+def test_install_may_leave_linear_layers_alone(calls):
+    model = LlamaForCausalLM(CONFIG).eval()
+    report = regard.hf.install(model, linear=False)
+    assert report.linear == 0
+    assert "linear" not in str(report)
+    with torch.no_grad():
+        model(TOKENS)
+    assert calls == []
+
+
+def test_installing_twice_is_installing_once():
+    model = LlamaForCausalLM(CONFIG).eval()
+    assert regard.hf.install(model).linear == regard.hf.install(model).linear > 0
+    regard.hf.uninstall(model)
+    assert not any("forward" in vars(each) for each in model.modules())
+
+
+def test_only_plain_and_large_layers_are_bound():
+    class Own(nn.Linear):
+        """A layer of a user."""
+
+    hooked = nn.Linear(WIDTH, WIDTH)
+    hooked.forward = hooked.forward  # as accelerate's hooks leave it
+    small = nn.Linear(WIDTH, SMALLEST // WIDTH - 1)
+    holder = nn.Sequential(Own(WIDTH, WIDTH), hooked, small, nn.Linear(WIDTH, WIDTH, device="meta"))
+    assert bind_weights(holder) == 0
+
+
+def test_a_bound_layer_is_still_a_plain_product(layer):
+    assert product_objection(layer) is None
+    layer.register_forward_hook(lambda *_: None)
+    assert "hooks" in product_objection(layer)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_are_those_of_torch(biased, calls):
+    holder = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=biased))
+    bind_weights(holder)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    found = torch.autograd.grad(holder(x).square().sum(), [x, *holder.parameters()])
+    wanted = torch.autograd.grad(own(holder[0], x).square().sum(), [x, *holder.parameters()])
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+    holder.requires_grad_(False)
+    assert holder(x).requires_grad
+    assert calls == []
+
+
+def test_half_frozen_layers_have_the_gradients_of_the_other_half(layer, calls):
+    layer.bias.requires_grad_(True)
+    layer(torch.randn(1, WIDTH)).sum().backward()
+    assert layer.bias.grad.eq(1).all()
+    assert calls == []
+
+
+def test_rows_that_are_many_are_torch_s(layer, calls):
+    for rows in (MOST_ROWS, MOST_ROWS + 1):
+        x = torch.randn(rows, WIDTH)
+        torch.testing.assert_close(layer(x), own(layer, x), atol=1e-5, rtol=1e-5)
+    assert calls == [MOST_ROWS]
+
+
+def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
+    x = torch.randn(1, WIDTH, dtype=torch.float64)
+    assert layer.double()(x).equal(own(layer, x))
+    assert calls == []
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x.float())
+    half = layer.bfloat16()
+    x = x.bfloat16()
+    torch.testing.assert_close(half(x), own(half, x))
+    weights._gains.cache_clear()
+    monkeypatch.setattr("regard.ops.kernels.intrinsics.machine_lanes", lambda: 16)
+    calls.clear()
+    assert half(x).equal(own(half, x))
+    assert calls == []
+    weights._gains.cache_clear()
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["at once", "in parts"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_of_half_precision_are_computed_in_float32(dtype, biased, few, monkeypatch):
+    """Each output is the sum of float64, rounded once."""
+    if few:
+        monkeypatch.setattr(weights, "WIDENED", 100 * WIDTH)
+    layer = nn.Linear(WIDTH, WIDTH, bias=biased, dtype=dtype).requires_grad_(False)
+    monkeypatch.setattr(weights, "_gains", lambda dtype: True)
+    bind_weights(nn.Sequential(layer))
+    x = torch.randn(3, MOST_ROWS, WIDTH, dtype=dtype)
+    bias = layer.bias.double() if biased else None
+    wanted = functional.linear(x.double(), layer.weight.double(), bias)
+    found = layer(x)
+    assert found.dtype is dtype
+    error = (found.double() - wanted).abs()
+    assert (error <= 0.51 * torch.finfo(dtype).eps * wanted.abs() + 1e-5).all()
+    weight = layer.weight
+    layer.weight = nn.Parameter(weight.T.contiguous().T, requires_grad=False)
+    assert layer(x).equal(found)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(x[..., :-1])
+
+
+@pytest.mark.skipif(AVX2, reason="on AVX2 half precision is computed in float32")
+def test_many_rows_of_half_precision_are_torch_s_on_other_processors(layer):
+    half, x = layer.bfloat16(), torch.randn(2 * MOST_ROWS, WIDTH).bfloat16()
+    assert half(x).equal(own(half, x))
+
+
+def test_autocast_casts(layer, calls):
+    x = torch.randn(1, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+        assert layer(x).equal(own(layer, x))
+    assert calls == []
+
+
+def test_transforms_and_traces_see_torch_s_operator(layer, calls):
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(torch.vmap(layer)(x), own(layer, x))
+    slope = torch.func.grad(lambda x: layer(x).sum())(x)
+    torch.testing.assert_close(slope, torch.ones(3, WIDTH) @ layer.weight)
+    program = torch.export.export(nn.Sequential(layer), (x,))
+    assert "linear" in str(program.graph)
+    assert calls == []
+
+
+def test_a_parametrised_weight_is_read_as_it_is_now(layer):
+    class Doubled(nn.Module):
+        """Twice the weight."""
+
+        def forward(self, weight):
+            return 2 * weight
+
+    x, before = torch.randn(1, WIDTH), layer.weight.detach().clone()
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    wanted = functional.linear(x, 2 * before, layer.bias)
+    torch.testing.assert_close(layer(x), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_weight_that_moves_or_changes_is_read_as_it_is_now(layer, calls):
+    x = torch.randn(1, WIDTH)
+    layer(x)
+    layer.weight.data = torch.randn(WIDTH, WIDTH)
+    torch.testing.assert_close(layer(x), own(layer, x), atol=1e-5, rtol=1e-5)
+    layer.weight.share_memory_()
+    layer.weight.mul_(2)
+    torch.testing.assert_close(layer(x), own(layer, x), atol=1e-5, rtol=1e-5)
+    layer.weight = nn.Parameter(torch.randn(16, WIDTH), requires_grad=False)
+    layer.bias = None
+    torch.testing.assert_close(layer(x), own(layer, x), atol=1e-5, rtol=1e-5)
+    assert calls == [1] * 4
+
+
+def test_copies_and_pickles_call_themselves(layer, calls):
+    x = torch.randn(1, WIDTH)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    others = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    for other in (*others, torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            other.weight.mul_(2)
+        torch.testing.assert_close(other(x), own(other, x), atol=1e-5, rtol=1e-5)
+    assert calls == [1] * 3
+
+
+def test_errors_of_wrong_sizes_are_torch_s(layer):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(1, WIDTH - 1))
+
+
+def test_inference_mode_makes_inference_tensors(layer, calls):
+    with torch.inference_mode():
+        assert layer(torch.randn(1, WIDTH)).is_inference()
+    assert calls == [1]

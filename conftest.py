@@ -1,5 +1,6 @@
 """What every test shares: one thread, fixed seeds, the tier of each test, and what cannot run."""
 
+import gc
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(config, items):
     for item in unchecked_items(items):
         if "unchecked" not in item.fixturenames:
             item.fixturenames.append("unchecked")
+
+
+def pytest_collection_finish():
+    """Leave modules and tests out of later garbage collections, which take a second with them."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

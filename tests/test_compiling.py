@@ -16,6 +16,7 @@ import numba
 from numba import carray, types
 from numba.core import ccallback, config
 from numba.core.caching import IndexDataCacheFile
+from numba.core.codegen import CPUCodeLibrary
 
 from regard import compiling
 from regard.compiling import compiled_from
@@ -51,6 +52,38 @@ def use(number):
     found = ctypes.c_int64()
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(ctypes.addressof(found))
     assert found.value == number
+
+
+def test_a_part_is_optimised_within_its_kernel_alone(folder, compiles, monkeypatch):
+    optimised, real = [], CPUCodeLibrary._optimize_final_module
+    monkeypatch.setattr(
+        CPUCodeLibrary,
+        "_optimize_final_module",
+        lambda self: optimised.append(self.name) or real(self),
+    )
+
+    @compiling.part
+    def doubled(x):
+        return 2 * x
+
+    @compiling.part
+    def quadrupled(x):
+        return doubled(doubled(x))
+
+    for _ in range(2):  # compiled, and read from the disk
+
+        def run(data):
+            carray(data, 1)[0] = quadrupled(carray(data, 1)[0])
+
+        compiled = compiled_from(run, types.void(types.CPointer(types.int64)))
+        found = ctypes.c_int64(5)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(ctypes.addressof(found))
+        assert found.value == 20
+    assert len(compiles) == 1
+    assert any(name.endswith(compiled.__name__) for name in optimised)
+    assert not [
+        name for name in optimised if name == "part" or name.endswith(("doubled", "quadrupled"))
+    ]
 
 
 @pytest.fixture

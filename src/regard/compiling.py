@@ -16,14 +16,50 @@ import numba
 from numba.core import sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 
 from regard.cache_folder import cache_folder
 
+
+class _Inlined(JITCodeLibrary):  # type: ignore[misc]
+    """LLVM code of a part of a kernel, which is optimised and compiled within the kernel alone.
+
+    Numba would do both for each part, too: that takes a third of the time to compile a kernel.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0  # as numba says that a library has no such function
+
+    @property
+    def codegen(self) -> "_Inlined":
+        return self  # numba asks the codegen of a finished function for `set_env` alone
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Code that is not compiled has no address for Python's environment, nor does it use it."""
+
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    @no_type_check
+    def __init__(self, typing, target, library, *options):
+        library = _Inlined(target.codegen(), "part")
+        library.enable_object_caching()
+        super().__init__(typing, target, library, *options)
+
+
 # The decorator of a part of a kernel, which only the kernel calls: LLVM inlines it. (Numba's own
 # inlining copies every variable for each block of the caller.)
 ONLY_INLINED = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-part = numba.njit(error_model="numpy", **ONLY_INLINED)
+part = numba.njit(error_model="numpy", pipeline_class=_PartCompiler, **ONLY_INLINED)
 PATIENCE = 0.5  # seconds of compiling after which a user is told what is waited for
 
 

@@ -93,6 +93,11 @@ class Speed:
                 return f"{given}, and its other rates are about {middle:.2g} times as fast"
         return None
 
+    def faster(self, times: float, **others: float) -> "Speed":
+        """Rates that are so many times as fast; `others` names rates with times of their own."""
+        rates = {name: rate * others.get(name, times) for name, rate in asdict(self).items()}
+        return Speed(**{**rates, "call": self.call / others.get("call", times)})
+
     def of_threads(self, threads: int) -> "Speed":
         """The rates of so many threads, if these are of one: products grow with the threads,
         reading up to `_FEEDING` threads."""

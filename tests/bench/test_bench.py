@@ -18,7 +18,7 @@ from regard.cli.app import run
 from regard.ops.backends import BACKENDS, fused
 
 ROOT = Path(__file__).parents[2]
-TINY = {"heads": 4, "kv_heads": 2, "head_dim": 8, "keys": 32}
+TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "keys": 32}
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def command(monkeypatch, *arguments):
     return run()
 
 
-SIZES = ["--num-heads=4", "--num-kv-heads=2", "--head-dim=8", "--keys=32"]
+SIZES = ["--num-heads=4", "--num-kv-heads=2", "--head-dim=16", "--keys=32"]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -66,7 +66,7 @@ def test_bench_prints_a_table_for_people(monkeypatch, capsys):
 @pytest.mark.usefixtures("tiny")
 def test_bench_says_why_the_compiled_kernel_is_absent(monkeypatch, capsys):
     monkeypatch.setattr(fused, "is_installed", lambda: False)
-    assert command(monkeypatch, "bench", *SIZES, "--head-dim", 16, "--threads", 1, "--all") == 0
+    assert command(monkeypatch, "bench", *SIZES, "--threads", 1, "--all") == 0
     out = capsys.readouterr().out
     assert "backend fused: fused needs numba: python -m pip install 'regard[cpu]'." in out
 
@@ -99,8 +99,7 @@ runpy.run_path("benchmarks/suite.py", run_name="__main__")
 
 def tiny_suite(*arguments):
     """The suite in tiny sizes, where no optional peer is installed."""
-    command = [sys.executable, "-c", WITHOUT_PEERS, "--tiny", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_python("-c", WITHOUT_PEERS, "--tiny", *arguments, cwd=ROOT)
 
 
 @pytest.mark.long
@@ -189,8 +188,7 @@ def test_the_benchmark_for_gpus_runs_without_one():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_benchmark_for_gpus_says_that_there_is_none():
-    command = [sys.executable, "benchmarks/gpu.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("benchmarks/gpu.py", cwd=ROOT)
     assert done.returncode == 1
     assert "torch sees no GPU here; --device cpu --tiny" in done.stderr
 

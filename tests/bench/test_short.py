@@ -7,7 +7,7 @@ from regard.bench import bench
 from regard.bench.short import TORCH, shapes
 from regard.ops.backends import BACKENDS
 
-TINY = {"heads": 4, "kv_heads": 2, "head_dim": 8, "keys": 32}
+TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "keys": 32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

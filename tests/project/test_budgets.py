@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (2036, 2036),  # the modules beside the folders; the design names no budget for them
+    ".": (2077, 2077),  # the modules beside the folders; the design names no budget for them
     "layers -forms": (1600, 1992),  # queries scaled by position are a value of its own
     "layers/forms": (900, 900),  # layers of newer models, made of the functions of `layers`
     "rope": (850, 850),
@@ -27,8 +27,8 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "plan": (2600, 2689),
     "see": (2600, 2600),
     "distributed": (4800, 5476),
-    "bench": (600, 714),
-    "cli": (2200, 2848),
+    "bench": (600, 938),  # rates are held against the constants, by calls
+    "cli": (2200, 2856),  # `tune` tells what its rates choose
     VERIFY: (10_000, 10000),
     "sparse": (1480, 1481),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
 }

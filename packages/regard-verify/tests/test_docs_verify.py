@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import re
 import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -17,6 +20,7 @@ from pages import ROOT, Block, blocks, read, snippets
 from regard_verify import LAWS, Conventions, check
 from regard_verify.command import run
 from regard_verify.report.report import COLOURS, EXIT_CODES, Status
+from regard_verify.run.separate_process import forked
 from strangers.faults import FAULTS
 
 PAGE, DETAILS = read(verify_page.PAGE), read(verify_page.DETAILS)
@@ -32,7 +36,9 @@ COMMANDS = {line for code in SHELL for line in code.splitlines()}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the files of the pages, where commands run."""
+    """A folder with the files of the pages, where commands run; subjects are judged in forks."""
+    monkeypatch.setattr("regard_verify.terminal.of_command", forked)
+    monkeypatch.setattr(sys.modules["regard_verify.run.check"], "new_python", forked)
     for page in (verify_page.PAGE, verify_page.DETAILS):
         for each in blocks(page, "python"):
             if each.title.endswith('.py"'):
@@ -44,9 +50,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def pytest_runs(folder, *arguments):
-    source = str(ROOT / "packages/regard-verify/src")
-    variables = {"PYTHONPATH": source, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    plugins = ["-p", "regard_verify.plugin", "-p", "no:cacheprovider", "--color=no"]
+    paths = (ROOT / "packages/regard-verify/src", Path(verify_page.__file__).parent)
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    variables |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    plugins = ["-p", "regard_verify.plugin", "-p", "forking", "-p", "no:cacheprovider"]
+    plugins.append("--color=no")
     done = run_python("-m", "pytest", *plugins, *arguments, cwd=folder, **variables)
     return done.returncode, done.stdout + done.stderr
 

@@ -16,10 +16,10 @@ TUTORIAL = f"{FILE}:Tutorial"
 PLUGINS = ("-p", "no:regard", "-p", "regard_verify.plugin", "-p", "no:cacheprovider")
 
 
-def pytest_runs(folder, *arguments):
-    path = str(FILE.parents[2] / "src")
+def pytest_runs(folder, *arguments, plugins=("-p", "forking")):
+    path = f"{FILE.parents[2] / 'src'}{os.pathsep}{FILE.parent}"
     variables = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = ["-m", "pytest", *PLUGINS, "-q", "-rA", "--color=no"]
+    command = ["-m", "pytest", *PLUGINS, *plugins, "-q", "-rA", "--color=no"]
     done = run_python(*command, *arguments, cwd=folder, **variables)
     return done.returncode, done.stdout + done.stderr
 
@@ -35,7 +35,8 @@ def accepting(folder, *lines):
 
 
 def test_a_subject_on_the_command_line(tmp_path):
-    code, out = pytest_runs(tmp_path, "--regard", TUTORIAL, "--regard-quick")
+    """In a process of its own, as users have it."""
+    code, out = pytest_runs(tmp_path, "--regard", TUTORIAL, "--regard-quick", plugins=())
     assert code == 1
     assert sum(counted(out.replace(" in ", "")).values()) >= len(LAWS) + 1
     assert f"FAILED {TUTORIAL}::scale_closed_form" in out
@@ -133,7 +134,7 @@ def test_an_accepted_law_that_is_kept_fails(tmp_path):
 )
 def test_a_wrong_list_of_accepted_laws_is_an_error(line, message, plugins, tmp_path):
     accepting(tmp_path, line)
-    code, out = pytest_runs(tmp_path, "--regard", TUTORIAL, *plugins)
+    code, out = pytest_runs(tmp_path, "--regard", TUTORIAL, plugins=plugins)
     assert code == 4
     assert message in out
 

@@ -194,7 +194,7 @@ def bench(
 
     Examples:
         >>> from regard.bench import bench
-        >>> measured = bench(heads=2, kv_heads=1, head_dim=8, keys=8, rounds=1, cold=1 << 16)
+        >>> measured = bench(heads=2, kv_heads=1, head_dim=16, keys=8, rounds=1, cold=1 << 16)
         >>> [each.shape.name for each in measured.shapes][:2]
         ['decode, 2 keys', 'decode, 8 keys']
         >>> measured.shapes[0].entries[0].name

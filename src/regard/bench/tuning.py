@@ -1,8 +1,13 @@
-"""Measure a machine's rates, each by the operation it stands for in the backends' estimates."""
+"""Measure a machine's rates, each by the operation it stands for in the backends' estimates.
 
+several passes -> the pattern of each: rates over the usual ones -> their medians -> drawn half way
+and more towards the usual pattern, since an operation measured alone tells only a part
+"""
+
+import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +21,12 @@ from regard.ops.backends.common import NO_BFLOAT16
 from regard.rates import Speed, typical
 from regard.tracing import without_autocast
 
-ROUNDS = 15
+PASSES = 5  # each with new tensors in new memory
+ROUNDS = 7  # of each pass
+VARIED = 0.2  # log of the factor by which a rate of a machine usually differs from its class
+TOLD = 0.2  # log of the error that a rate measured alone has for calls of attention
 APART = 1.5  # ratio of quartiles above which something else disturbs the measurement
-LATER = 1.25  # ratio of the medians of the first and the second half of the rounds, likewise
+LATER = 1.5  # ratio of the medians of the first and the second half of the rounds, likewise
 NARROW = 16  # head dim at which scores take longer than products
 # What calls of attention reach of a rate measured alone: the constants of `AVX2` and `AVX512` over
 # the rates of the EPYC that they were fitted on.
@@ -37,9 +45,11 @@ class Tuning:
 
     Attributes:
         speed: the rates, for estimates of backends.
-        spread: the ratio of the upper to the lower quartile of each.
+        spread: the ratio of the upper to the lower quartile of each over the passes, beside the
+            pace of all rates.
         drift: the ratio of each median in the second half of the rounds to that in the first.
         load: what other programs took of the processors meanwhile.
+        pace: how many times as fast as usual the machine is, by the median of its rates.
 
     Examples:
         >>> from regard.bench import Tuning
@@ -53,6 +63,7 @@ class Tuning:
     spread: dict[str, float]
     drift: dict[str, float]
     load: Load
+    pace: float = 1.0
 
     def objection(self) -> str | None:
         """Why these rates should not be saved, in a sentence; None if they should."""
@@ -85,49 +96,81 @@ class Rate:
         return seconds / self.amount if self.inverse else self.amount / seconds
 
 
-def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
-    """This machine's rates: medians of rounds in which each is measured once.
+def measure_speed(*, passes: int = PASSES, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
+    """This machine's rates: the usual ones of such a processor, moved towards measured ones.
 
-    A rate that is not measured is the usual one of such a processor, scaled as the rate of matrix
-    products is.
+    All rates move by the machine's pace, the median of measured over usual rates. Beyond it a rate
+    moves half way to its measured value, or less if that differed between passes: an operation
+    measured alone tells only in part how long it takes in calls of attention. A rate that is not
+    measured moves by the pace alone.
 
     Args:
-        rounds: times that each rate is measured.
+        passes: passes over all rates, each with new tensors.
+        rounds: times that each rate is measured in a pass.
         size: below 1, operations are smaller and rates less exact.
 
     Examples:
         >>> from regard.bench import measure_speed
-        >>> measure_speed(rounds=1, size=0.01).speed.products > 0
+        >>> measure_speed(passes=1, rounds=1, size=0.01).speed.products > 0
         True
     """
+    usual = typical(torch.get_num_threads())
     with torch.no_grad(), without_autocast(FLOAT["device"]):
-        made = {name: make(size) for name, make in MEASURED.items()}
-        rates = {name: rate for name, rate in made.items() if rate is not None}
-        for rate in rates.values():  # some compile, on other threads
+        for rate in _rates(size).values():  # some compile, on other threads
             rate.run()
         watch = Watch()
-        times = interleave({name: rate.run for name, rate in rates.items()}, rounds=rounds)
+        measured = [_measure_pass(size, rounds) for _ in range(passes)]
         load = watch.load()
-    found = {name: rates[name].of(statistics.median(times[name])) for name in rates}
-    found["scores"] = _without_products(found["scores"], found["products"])
-    found = {name: REACHED[name] * rate for name, rate in found.items()}
-    usual = asdict(typical(torch.get_num_threads()))
-    faster = found["products"] / usual["products"]
-    speed = Speed(**{name: found.get(name, usual[name] * faster) for name in usual})
-    spread = {name: _apart(seconds) for name, seconds in times.items()}
-    return Tuning(speed, spread, {name: _drift(each) for name, each in times.items()}, load)
+    speed, spread, pace = _combine([_faster(each, usual) for each in measured], usual)
+    every = {name: [x for each in measured for x in each[name]] for name in measured[0]}
+    drift = {name: _drift(each) for name, each in every.items()}
+    return Tuning(speed, spread, drift, load, pace)
 
 
-def _apart(seconds: list[float]) -> float:
+def _rates(size: float) -> dict[str, "Rate"]:
+    """The rates that this machine can measure."""
+    made = {name: make(size) for name, make in MEASURED.items()}
+    return {name: rate for name, rate in made.items() if rate is not None}
+
+
+def _measure_pass(size: float, rounds: int) -> dict[str, list[float]]:
+    """Each rate in each round, as it is measured alone."""
+    rates = _rates(size)
+    times = interleave({name: rate.run for name, rate in rates.items()}, rounds=rounds)
+    return {name: [rates[name].of(each) for each in seconds] for name, seconds in times.items()}
+
+
+def _faster(measured: dict[str, list[float]], usual: Speed) -> dict[str, float]:
+    """The logarithm of how many times as fast as usual each rate is."""
+    rates = {name: statistics.median(each) for name, each in measured.items()}
+    rates["scores"] = _without_products(rates["scores"], rates["products"])
+    logs = {name: math.log(REACHED[name] * rates[name] / getattr(usual, name)) for name in rates}
+    return {**logs, "call": -logs["call"]}  # seconds: the other rates are per second
+
+
+def _combine(passes: list[dict[str, float]], usual: Speed) -> tuple[Speed, dict[str, float], float]:
+    """The rates, the ratio of the quartiles of each over the passes, and the pace."""
+    paces = [statistics.median(each.values()) for each in passes]
+    moved, spread = {}, {}
+    for name in passes[0]:
+        beside = [each[name] - its_pace for each, its_pace in zip(passes, paces, strict=True)]
+        doubt = TOLD**2 + (statistics.variance(beside) if len(beside) > 1 else 0.0)
+        moved[name] = math.exp(statistics.median(beside) * VARIED**2 / (VARIED**2 + doubt))
+        spread[name] = _apart([math.exp(each) for each in beside])
+    pace = math.exp(statistics.median(paces))
+    return usual.faster(pace).faster(1.0, **moved), spread, pace
+
+
+def _apart(values: list[float]) -> float:
     """The ratio of the upper quartile to the lower."""
-    ordered = sorted(seconds)
+    ordered = sorted(values)
     return ordered[3 * len(ordered) // 4] / ordered[len(ordered) // 4]
 
 
-def _drift(seconds: list[float]) -> float:
+def _drift(values: list[float]) -> float:
     """The ratio of the median of the second half to that of the first."""
-    half = -(-len(seconds) // 2)
-    return statistics.median(seconds[-half:]) / statistics.median(seconds[:half])
+    half = -(-len(values) // 2)
+    return statistics.median(values[-half:]) / statistics.median(values[:half])
 
 
 def _without_products(rate: float, products: float) -> float:

@@ -1,6 +1,6 @@
 """regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -43,6 +43,7 @@ def tune(
     import torch
 
     from regard.bench import measure_speed
+    from regard.bench.choices import compare_choices
     from regard.cache_folder import check_can_store
     from regard.rates import SPEED, forget_speed, typical, write_speed
 
@@ -57,18 +58,26 @@ def tune(
     objection = tuning.objection()
     if objection is not None:
         raise ValueError(f"{objection}; nothing was saved: stop other programs first")
+    usual = typical(torch.get_num_threads())
+    with waiting("comparing choices of backends"):
+        choices = compare_choices(tuning.speed, usual)
+    if choices.objection() is not None:  # then all rates change alike, and no choice does
+        tuning = replace(tuning, speed=usual.faster(tuning.pace))
     path = write_speed(tuning.speed)
     SPEED.use(tuning.speed)
     if as_json:
-        usual = typical(torch.get_num_threads())
         rates = {"usual": usual, "before": before, "now": tuning.speed}
         written = {name: asdict(rate) for name, rate in rates.items()}
         written |= {"spread": tuning.spread, "drift": tuning.drift, "load": asdict(tuning.load)}
+        written |= {"choices": asdict(choices) | {"average": choices.average}}
         print_measured({"path": str(path), **written})
         return
     console = stdout()
     show(before, tuning, console)
     console.print()
+    say(console, f"{str(choices).capitalize()}.")
+    if choices.objection() is not None:
+        say(console, "So backends are chosen as by the constants, and all rates change alike.")
     say(console, f"Saved in {path}: backends are chosen by them from now on.")
     say(console, "Next: regard bench compares the choice; regard tune --forget removes them.")
 
@@ -94,5 +103,5 @@ def show(before: "Speed", tuning: "Tuning", console: Console) -> None:
     console.print()
     tabulate(console, COLUMNS, rows)
     reason = kernel_objection() or "this machine was measured without it"
-    scaled = "its rates are the usual ones, scaled as those of matrix products are"
+    scaled = "its rates are the usual ones, scaled as the others are"
     remarks(console, "Not measured", dict.fromkeys(unmeasured, f"{reason}; {scaled}"))

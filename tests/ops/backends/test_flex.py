@@ -52,8 +52,11 @@ def test_random_calls_are_the_definition_within_the_contract(dtype, unchecked):
             return
 
 
-@pytest.mark.parametrize("bias", [Alibi.for_heads(4), RelativeBias(4).requires_grad_(False)])
-@pytest.mark.parametrize("ragged", [False, True])
+RULES = [(Alibi.for_heads(4), True), (RelativeBias(4).requires_grad_(False), False)]
+RULES += [(bias, not ragged) for bias, ragged in RULES] if LONG else []
+
+
+@pytest.mark.parametrize(("bias", "ragged"), RULES)
 def test_rules_of_distances_are_read_from_one_table(bias, ragged):
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 40, 8)
     starts = torch.tensor([20, 35])
@@ -66,8 +69,11 @@ def test_rules_of_distances_are_read_from_one_table(bias, ragged):
     torch.testing.assert_close(out, want)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("mask", [None, Causal(), Dense(torch.ones(1, 1).bool())], ids=str)
+ALL_SCORES = [(None, 1), (Causal(), 3), (Dense(torch.ones(1, 1).bool()), 1)]
+ALL_SCORES += [(mask, 4 - batch) for mask, batch in ALL_SCORES] if LONG else []
+
+
+@pytest.mark.parametrize(("mask", "batch"), ALL_SCORES, ids=str)
 def test_one_number_is_the_bias_of_all_scores(batch, mask):
     """With a sink or a soft cap a bias of one number is no constant that softmax ignores."""
     length = 1 if isinstance(mask, Dense) else 5
@@ -122,7 +128,9 @@ def programs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("pages", [{}, {"format": "K8V4"}], ids=str)
+@pytest.mark.parametrize(
+    "pages", [pytest.param({}, marks=pytest.mark.long), {"format": "K8V4"}], ids=str
+)
 def test_decoding_compiles_a_bounded_number_of_programs(pages):
     """One token at a time, and some at once, over pages that are sealed one after another."""
     layer = Attention(32, 4, num_kv_heads=2, mask=Causal(), backend="flex").eval()

@@ -30,7 +30,9 @@ from session import LONG
 
 pytest.importorskip("numba")
 
-FEW_ROWS = (1, 6, 7, 12, 18, 24)  # of a key head: tiles of one row, and of as many as there can be
+# Of a key head: tiles of one row and, with vectors of 16 lanes, of as many as there can be. Other
+# tests here take the same widths and rows where they can: each kernel takes seconds to compile.
+FEW_ROWS = (1, 6, 7, 18)
 
 
 def drawn(seeds, dtype, width):
@@ -47,7 +49,7 @@ def drawn(seeds, dtype, width):
 def test_random_calls_are_the_definition(dtype, width):
     """Masks, biases, sinks, rows that start apart, and every order in memory."""
     accepted = 0
-    for case in drawn(range(50_000_000, 50_000_450), dtype, width):
+    for case in drawn(range(50_000_000, 50_000_600), dtype, width):
         try:
             out = attend(case.q, case.k, case.v, **case.given, backend="fused")
         except ValueError as error:
@@ -60,12 +62,21 @@ def test_random_calls_are_the_definition(dtype, width):
     assert accepted > 50
 
 
-@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
-@pytest.mark.parametrize("width", [None, 32])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, 32),
+        pytest.param(torch.float32, 32, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_keys_in_parts_are_merged(dtype, width):
     """As a cache that grows in pieces holds them; with `width`, values within the keys."""
-    q, k = torch.randn(2, 6, 1, 48).to(dtype), torch.randn(2, 2, 300, 48).to(dtype)
-    v = k[..., :width] if width else torch.randn(2, 2, 300, 48).to(dtype)
+    dim = 48 if width else 16
+    q, k = torch.randn(2, 6, 1, dim).to(dtype), torch.randn(2, 2, 300, dim).to(dtype)
+    v = k[..., :width] if width else torch.randn(2, 2, 300, dim).to(dtype)
     streams = (k,) if width else (k, v)
     call = prepare(q, k, v, mask=Causal(), span=cases.Span(299, 300, 0, 300), backend="fused")
     pieces = [
@@ -73,8 +84,8 @@ def test_keys_in_parts_are_merged(dtype, width):
         for start, stop in ((0, 17), (17, 290), (290, 300))
     ]
     got = call.run(q, pieces).double()
-    want = attend(q.double(), k.double(), v.double(), scale=48**-0.5, backend="eager")
-    largest = (q.double().abs() @ k.double().abs().repeat_interleave(3, 1).mT).max() * 48**-0.5
+    want = attend(q.double(), k.double(), v.double(), scale=dim**-0.5, backend="eager")
+    largest = (q.double().abs() @ k.double().abs().repeat_interleave(3, 1).mT).max() * dim**-0.5
     assert (got - want).abs().max() <= cases.bound(dtype, v.abs().max().item(), largest.item())
 
 
@@ -152,17 +163,17 @@ def test_torchs_default_dtype_and_device_change_nothing(default, dtype, given):
     def random(*shape):
         return torch.randn(shape, dtype=torch.float32, device="cpu").to(dtype)
 
-    q, k, v = random(2, 8, 1, 64), random(2, 2, 700, 64), random(2, 2, 700, 64)
+    q, k, v = random(2, 12, 1, 16), random(2, 2, 700, 16), random(2, 2, 700, 16)
     valid = torch.arange(700, device="cpu") < torch.tensor([[700], [450]], device="cpu")
     options = {"span": cases.Span(699, 700, 0, 700)}
     if given in ("padding", "both"):
         options["mask"] = Padding(valid)
     if given in ("bias", "both"):
-        options["score_bias"] = random(8, 1, 700)
+        options["score_bias"] = random(12, 1, 700)
     got = attend(q, k, v, **options, backend="fused")
     options |= {"score_bias": options["score_bias"].double()} if "score_bias" in options else {}
     want = attend(q.double(), k.double(), v.double(), **options, backend="eager")
-    largest = (q.double().abs() @ k.double().abs().repeat_interleave(4, 1).mT).max() / 8
+    largest = (q.double().abs() @ k.double().abs().repeat_interleave(6, 1).mT).max() / 4
     assert got.dtype == dtype
     assert (got - want).abs().max() <= cases.bound(dtype, v.abs().max().item(), largest.item())
 
@@ -214,8 +225,11 @@ def draw_stored(seed, dtype):
     rng = random.Random(f"codes {seed}")
     torch.manual_seed(seed)
     batch, kv_heads, group = rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(GROUPS)
-    queries, keys = rng.choice((1, 1, 2)), rng.randint(2, 600)
+    keys, padded, biased = rng.randint(2, 600), rng.random() < 0.4, rng.random() < 0.4
     joined, bits, size = rng.choice(CODES if LONG else CODES[dtype is torch.bfloat16 :: 2])
+    queries = rng.choice((1, 1, 2))
+    if not LONG:  # four kernels for each dtype, together with each pair of choices
+        queries = 1 if (joined == (padded or biased)) != (dtype is torch.bfloat16) else 2
     k_width, v_width = (64, 32) if joined else (48, 32)
     cache = QuantizedCache(bits, size)
     widths = (k_width,) if joined else (k_width, v_width)
@@ -226,11 +240,11 @@ def draw_stored(seed, dtype):
     k = part.streams[0]
     v = k[..., :v_width] if joined else part.streams[1]
     given = {"span": cases.Span(keys - queries, keys, 0, keys), "mask": Causal()}
-    if rng.random() < 0.4:
+    if padded:
         valid = torch.rand(batch, keys) < 0.6
         valid[0, 0] = True  # the kernels refuse a call in which no key is visible
         given["mask"] &= Padding(valid)
-    if rng.random() < 0.4:
+    if biased:
         given["score_bias"] = torch.randn(group * kv_heads, 1, keys)
     if rng.random() < 0.4:
         given["sinks"] = torch.randn(group * kv_heads)
@@ -361,8 +375,11 @@ def draw_pages(seed, dtype, bits):
     return q, k, v, given, tuple(stored)
 
 
-@pytest.mark.parametrize("bits", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+PAGES = [(dtype, bits) for bits in FORMATS for dtype in fused.DTYPES]
+THIN = [(torch.float32, (None, None)), (torch.bfloat16, (8, 4)), (torch.float32, (4, 8))]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), PAGES if LONG else THIN, ids=str)
 def test_pages_are_read_as_the_values_they_hold(dtype, bits, monkeypatch):
     """Random calls, in the numeric contract; nothing is gathered outside of the kernel."""
     for seed in range(1000 if LONG else 8):  # each kind of call takes seconds to compile

@@ -85,10 +85,10 @@ This code relies on these of their interfaces:
                    atomic_rmw; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function
     decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always")
-    compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=); `magic_tuple()`;
-                   numba.core.ccallback.CFunc and its `_cache`; numba.core.caching: FunctionCache,
-                   CompileResultCacheImpl and _CacheLocator; files are named by `__qualname__`
-
+    compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=, pipeline_class=);
+                   numba.core: compiler.Compiler, codegen.JITCodeLibrary, ccallback.CFunc and its
+                   `_cache`, caching.FunctionCache, CompileResultCacheImpl and _CacheLocator;
+                   `magic_tuple()`; files are named by `__qualname__`
     products.py    llvmlite.ir.Type, subclassed for bfloat; the LLVM intrinsics of AMX tiles
                    (llvm.x86.tdpbf16ps and others) and llvm.x86.avx512bf16.dpbf16ps.512
     columns.py     llvm.x86.avx512.mask.reduce.ps.512 and .scalef.ps.512

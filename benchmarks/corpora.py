@@ -5,13 +5,11 @@
 Texts to measure on, which are never trained on: `novel.txt` (Moby Dick), `book.txt` (The Rust
 Programming Language) and `licence.txt` (GPL-3). Texts to calibrate and train on: `austen.txt`,
 `essays.txt` (An Anarchist FAQ), `handbook.txt` (of Debian's administrators), `licences.txt`
-(GFDL-1.3) and `speeches.txt` (presidents of the United States). Texts on which nothing was chosen:
-`bible.txt` (King James), `perl.txt` (Perl's manual), `javascript.txt` (lodash), `german.txt` (the
-handbook in German), `italian.txt` (Debian's reference in Italian), `postgres.txt` (its manual),
-`fortunes.txt` (sayings) and `go.txt` (net/http). `french.txt` (the handbook in French) is one of
-those on which `cross_validating.py` chooses. Needs `apt-get` and `dpkg-deb` of Debian 12, and
-`npm`; 130 MB are downloaded. `converting.py`, `elsewhere.py`, `healing.py` and
-`cross_validating.py` take the folder.
+(GFDL-1.3) and `speeches.txt` (presidents of the United States). Texts of kinds on which nothing was
+chosen: `bible.txt` (King James), `perl.txt` (Perl's manual), `javascript.txt` (lodash) and
+`german.txt` (the handbook in German). `french.txt` (the same in French) is one of those on which
+`cross_validating.py` chooses. Needs Debian's `apt-get` and `dpkg-deb`, and `npm`; 110 MB are
+downloaded. `converting.py`, `healing.py` and `cross_validating.py` take the folder.
 """
 
 import argparse
@@ -28,17 +26,8 @@ from pathlib import Path
 from regard.convert.texts import unwrapped
 
 MEASURED = ("novel", "book", "licence")
-ELSEWHERE = (  # on which nothing was chosen
-    "bible",
-    "perl",
-    "javascript",
-    "german",
-    "italian",
-    "postgres",
-    "fortunes",
-    "go",
-)
-CODE = ("perl", "javascript", "fortunes", "go")  # texts whose lines are kept
+ELSEWHERE = ("bible", "perl", "javascript", "german")  # on which no constant was chosen
+CODE = ("perl", "javascript")  # texts whose lines are kept
 TRAINING = ("austen", "essays", "handbook", "licences", "speeches")
 LICENCES = Path("/usr/share/common-licenses")
 BLOCKS = {"p", "div", "li", "h1", "h2", "h3", "h4", "pre", "td", "dt", "dd", "tr", "blockquote"}
@@ -151,28 +140,6 @@ def _javascript(work: Path) -> str:
     return (npm("lodash", work) / "lodash.js").read_text(encoding="utf-8")
 
 
-def _italian(work: Path) -> str:
-    folder = debian("debian-reference-it", work) / "debian-reference"
-    return pages(sorted(folder.glob("ch*.it.html")))
-
-
-def _postgres(work: Path) -> str:
-    return pages(sorted(debian("postgresql-doc-15", work).rglob("*.html")))
-
-
-def _fortunes(work: Path) -> str:
-    files = sorted((debian("fortunes", work) / "games/fortunes").glob("*"))
-    return _joined(file for file in files if file.is_file() and not file.suffix)
-
-
-def _go(work: Path) -> str:
-    return _joined(sorted(debian("golang-1.19-src", work).rglob("net/http/*.go")))
-
-
-def _joined(files: Iterable[Path]) -> str:
-    return "\n\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
-
-
 def _austen(work: Path) -> str:
     debian("r-cran-janeaustenr", work)
     return novels(next(work.glob("r-cran-janeaustenr/**/data/Rdata.rdb")))
@@ -201,10 +168,6 @@ TEXTS: dict[str, Callable[[Path], str]] = {
     "perl": _perl,
     "javascript": _javascript,
     "german": partial(_handbook, "de-DE"),
-    "italian": _italian,
-    "postgres": _postgres,
-    "fortunes": _fortunes,
-    "go": _go,
 }
 
 

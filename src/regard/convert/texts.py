@@ -3,7 +3,7 @@
 Shipped with Python: half of the language reference, the docstrings of the standard library, and
 its source. The other half of the reference is held out to measure on. Shipped with regard: short
 passages of many kinds, in English and nine other languages, of prose, programs and data. A fit
-loses most on kinds of text that it has not seen, and little where it has seen a few sentences.
+loses most on kinds of text that it has not seen, and less where it has seen a few sentences.
 """
 
 import importlib

@@ -3,14 +3,16 @@
     python benchmarks/corpora.py texts
     python benchmarks/elsewhere.py --corpora texts --published --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --only "latent, 50" --keep docs/elsewhere.json
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
 James Bible, Perl's manual, JavaScript and German, which took part neither in calibration nor in the
 choice of a constant (`cross_validating.py`). A figure is the perplexity divided by the model's own,
 with the 95 % interval of a bootstrap that draws the same windows for both. Windows are of 512
-tokens; calibration is on equally many tokens of each of eight other texts. `--keep` adds the rows
-to those that a file has already, in place of rows of the same names.
+tokens; calibration is on equally many tokens of each of eight other texts, and with `--many-kinds`
+of regard's passages of many kinds. `--keep` adds the rows to those that a file has already, in
+place of rows of the same names.
 """
 
 import argparse
@@ -33,13 +35,14 @@ from regard.compare.runner import Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
 from regard.convert import Step, Target, convert, target_of, walk, watch, windows_of
 from regard.convert.measuring import dtype_name
-from regard.convert.texts import calibration, python_texts, python_topics
+from regard.convert.texts import calibration, many_kinds, python_texts, python_topics
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.generating.predicting import losses_of
 from regard.hf.loading.checkpoints import stored_dtype
 from regard.hf.packages import quiet
 
 LENGTH = 512  # tokens of a window
+MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
 K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))
 
@@ -199,6 +202,7 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="rules of papers, too")
     parser.add_argument("--windows", type=int, default=2, help="of each text, to measure on")
     parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
+    parser.add_argument("--many-kinds", action="store_true", help="calibrate on them, too")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -211,7 +215,7 @@ def main() -> None:
         "elsewhere": some(options.corpora, ELSEWHERE),
     }
     texts = {name: windows_for(tokenizer, each, options.windows) for name, each in groups.items()}
-    kinds = [*python_texts(), *training.values()]
+    kinds = [*python_texts(), *training.values(), *([many_kinds()] * options.many_kinds)]
     tokens = calibration(tokenizer, kinds, windows=options.calibration, length=LENGTH)
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     stored = stored_dtype(path)
@@ -220,6 +224,8 @@ def main() -> None:
         for row in rows_for(shipped, stored, options.published)
         if row.name == "as shipped" or options.only in row.name
     ]
+    if options.many_kinds:
+        rows = [each._replace(name=f"{each.name}{MANY * bool(each.target)}") for each in rows]
     results = list(measure(model, rows, tokens, texts, stored))
     if options.keep is not None:
         keep(options.keep, results, path.name, tokens.numel())

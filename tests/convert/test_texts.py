@@ -3,7 +3,7 @@
 import pytest
 
 from regard.convert import windows_of
-from regard.convert.texts import calibration, unwrapped
+from regard.convert.texts import calibration, many_kinds, own_texts, unwrapped
 from tiny import VOCABULARY
 
 
@@ -19,8 +19,23 @@ def test_calibration_has_the_same_share_of_every_text():
     found = calibration(Letters(), ["a" * 100, "b" * 100, "c" * 100], windows=6, length=20)
     assert found.shape == (6, 20)
     assert found[:, 0].unique().numel() == 3
-    assert calibration(Letters(), windows=3, length=10).shape == (3, 10)
     assert unwrapped("a\n  b\n\nc") == "a b\n\nc"
+
+
+def test_without_texts_the_installed_ones_and_passages_of_many_kinds_are_calibrated_on():
+    found = calibration(Letters(), windows=4, length=30)
+    starts = [[ord(letter) % VOCABULARY for letter in text[:30]] for text in own_texts()]
+    assert found.tolist() == starts
+    assert own_texts()[-1] == many_kinds()
+
+
+def test_the_first_half_of_many_kinds_has_every_language_and_its_passages_are_short():
+    text = many_kinds()
+    first = text[: len(text) // 2]
+    prose = ("marché", "Verspätung", "noche", "não", "huis", "dzieci", "Вчера", "昨天", "早く")
+    programs = ("#include", "function", "public class", "#!/bin/sh", "pub fn", "CREATE TABLE")
+    assert all(word in first for word in (*prose, *programs, "<html", '{"name": '))
+    assert max(map(len, text.split("\n\n"))) < 400
 
 
 def test_windows_of_texts():

@@ -31,7 +31,9 @@ def convert(
     portable: bool = option(False, "As a stock deepseek_v3 checkpoint.", "--portable"),
     budget: float | None = option(None, "Cache for --to mla: 0.5 is half of the model's own."),
     by_layer: bool = option(False, "Choose a rank for each layer.", "--by-layer"),
-    calibrate: list[Path] | None = option(None, "Text to calibrate on; Python's help if none."),
+    calibrate: list[Path] | None = option(
+        None, "Text to calibrate on; texts that are installed if none."
+    ),
     heal: list[Path] | None = option(None, "Text for distillation from the original model."),
     minutes: float = option(30.0, "Time for healing.", min=0.01),
     text: list[Path] | None = option(None, "Held-out text to measure on, too."),

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.convert.texts import calibration, python_topics
+from regard.convert.texts import calibration, python_texts, python_topics
 
 NUM_WINDOWS = 1  # to measure on, if no other number is given
 CALIBRATION_WINDOWS = 6  # for each window to measure on: two of each kind of text
@@ -86,5 +86,6 @@ def texts_for(
     if 0 < following == len(rest):
         calibrating = rest.unflatten(0, (count, CALIBRATION_LENGTH))
     else:
-        calibrating = calibration(tokenizer, windows=count, length=CALIBRATION_LENGTH)
+        texts = python_texts()
+        calibrating = calibration(tokenizer, texts, windows=count, length=CALIBRATION_LENGTH)
     return Texts(measuring, calibrating, name or "text")

@@ -27,7 +27,7 @@ from regard.hf.placing.place import has_placed_layers, place, sharing
 from regard.rates import processor
 
 MEASURED = 2  # windows of each text to measure on
-OWN = "Python's own texts"  # name of the default calibration texts in the report
+OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
 Progress = Callable[[str, int, int], None]
 
 
@@ -41,7 +41,7 @@ class Job:
         out: the folder to write.
         form, portable, budget: see `target_of`.
         by_layer: whether the latents' ranks differ by layer.
-        calibrate: texts to calibrate on, besides those of `heal`; Python's own if there are none.
+        calibrate: texts to calibrate on, besides those of `heal`; `own_texts` if there are none.
         heal: texts to heal on, by distillation from the original; no healing if there are none.
         minutes: of healing.
         held_out: texts to measure on, besides a half of Python's reference.

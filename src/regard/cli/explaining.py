@@ -22,21 +22,13 @@ STATE = "their state is no cache of keys and values"
 
 @dataclass(frozen=True)
 class Explained:
-    """A call of some layers, or of none in particular.
+    """A call of some layers, or of none in particular."""
 
-    Args:
-        layers: their indices.
-        kind: of their attention.
-        phase: what the call does, in words.
-        form: of MLA, the form that it is computed in, and why.
-        call: which backend runs it.
-    """
-
-    layers: tuple[int, ...]
-    kind: str
-    phase: str
-    form: str
-    call: Explanation
+    layers: tuple[int, ...]  # their indices
+    kind: str  # of their attention
+    phase: str  # what the call does, in words
+    form: str  # of MLA, the form that it is computed in, and why
+    call: Explanation  # which backend runs it
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,8 @@ def asked_for(
     found: tuple[int, ...],
     tokens: int,
 ) -> Asked:
-    """The arguments of `attention`: around the first token that was found, if one was.
-
-    Raises:
-        ValueError: if layers are given twice.
-    """
+    """The arguments of `attention`: around the first token that was found, if one was. Raises a
+    ValueError if layers are given twice."""
     heads = None
     if pairs:
         if layers is not None:
@@ -167,15 +164,8 @@ def asked_for(
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """The numbers of a list such as `0,3-5`; None if the option is left out.
-
-    Raises:
-        ValueError: if it is no such list.
-
-    Examples:
-        >>> _numbers("--layers", "0,3-5")
-        (0, 3, 4, 5)
-    """
+    """The numbers of a list such as `0,3-5`; None if the option is left out. Raises a ValueError if
+    it is no such list."""
     if text is None:
         return None
     found: list[int] = []
@@ -200,11 +190,7 @@ def _pairs(heads: str | None) -> tuple[tuple[int, int], ...]:
 
 def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     """The arguments of `attention` that choose maps: what is asked for, or all maps if they hold
-    `most` numbers at most.
-
-    Raises:
-        ValueError: if what is asked for is larger than 512 MiB.
-    """
+    `most` numbers at most. Raises a ValueError if what is asked for is larger than 512 MiB."""
     config = config.get_text_config(decoder=True)
     rows = tokens if asked.queries is None else len(asked.queries)
     columns = tokens if asked.keys is None else asked.keys[1] - asked.keys[0]

@@ -72,11 +72,9 @@ def run_job(
 ) -> Report:
     """Convert the model, save it in a new folder, and return the report.
 
-    Raises:
-        FileExistsError, FileNotFoundError: if `out` cannot be written, before any work.
-        CheckpointError: if the model is not a sound checkpoint.
-        ValueError: if the model cannot be converted to that, before its weights are read; if a text
-            is too short, before any work.
+    Before any work, a FileExistsError or FileNotFoundError is raised if `out` cannot be written,
+    and a ValueError if a text is too short; before weights are read, a CheckpointError if the model
+    is not a sound checkpoint, and a ValueError if it cannot be converted to that.
     """
     started = time.perf_counter()
     check_free(job.out)
@@ -128,11 +126,8 @@ def run_job(
 @torch.no_grad()
 def round_weights(model: Any, dtype: torch.dtype) -> None:
     """Round the weights to a dtype, in place and without changing their own: what is measured then
-    is what is written. Weights on disk are left alone.
-
-    Raises:
-        ValueError: if a weight is too large for the dtype.
-    """
+    is what is written. Weights on disk are left alone. Raises a ValueError if a weight is too large
+    for the dtype."""
     for name, weight in model.named_parameters():
         if weight.is_meta or weight.dtype == dtype:
             continue

@@ -107,11 +107,8 @@ class Pending(NamedTuple):
     ranks: "Ranks"
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        Raises:
-            RankError: if a rank does not answer within the time-out of the process group.
-        """
+        """Wait for all messages. Raises a RankError if a rank does not answer within the time-out
+        of the process group."""
         timeout = self.ranks.timeout
         for others, message in self.messages:
             try:
@@ -124,15 +121,12 @@ class Pending(NamedTuple):
 class Ranks:
     """The ranks of a mesh of one dimension.
 
-    Args:
-        mesh: of one dimension; for another, `mesh["name"]` has one.
-
     Raises:
         TypeError: if it is no mesh.
         ValueError: if it has several dimensions, this rank is not in it, or it has one rank.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # of one dimension; for another, `mesh["name"]` has one
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
@@ -190,19 +184,14 @@ class Ranks:
     def exchange(
         self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], step: str
     ) -> Pending:
-        """Send tensors to some ranks and receive tensors from some; neither waits.
+        """Send tensors to some ranks and receive tensors from some, by their numbers in the mesh;
+        neither waits.
 
         A message is received only under the step that it was sent under, and in the size that is
         expected: ranks that do not agree about them run into the time-out. (NCCL has no tags, and
-        leaves that to the sizes.)
-
-        Args:
-            send: what each rank gets, by its number in the mesh. Must not change until `wait`.
-            receive: tensors to write to, contiguous, by the rank that they come from.
-            step: the content of the message, in the same words on both sides; numbers may differ.
-
-        Raises:
-            RankError: if a rank has ended.
+        leaves that to the sizes.) `step` is the content of the message, in the same words on both
+        sides; numbers may differ. Tensors to be sent must not change until `wait`; those to write
+        to are contiguous. A RankError is raised if a rank has ended.
         """
         sends = {to: x.detach().contiguous() for to, x in send.items() if x.numel()}
         receives = {source: x.detach() for source, x in receive.items() if x.numel()}
@@ -241,11 +230,8 @@ class Ranks:
         return launched
 
     def all_gather(self, x: Tensor, step: str) -> list[Tensor]:
-        """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself.
-
-        Raises:
-            RankError: if a rank does not answer within the time-out of the process group.
-        """
+        """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself. Raises
+        a RankError if a rank does not answer within the time-out of the process group."""
         own = x.detach().contiguous()
         pieces = {other: torch.empty_like(own) for other in self.others()}
         self.exchange(dict.fromkeys(pieces, own), pieces, step).wait()
@@ -253,11 +239,7 @@ class Ranks:
 
     def all_reduce(self, x: Tensor, step: str) -> Tensor:
         """The sum of this tensor over all ranks, a new tensor. Sums in half precision are added up
-        in float32.
-
-        Raises:
-            RankError: if a rank does not answer within the time-out of the process group.
-        """
+        in float32. Raises as `all_gather`."""
         dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
         total = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self._assert_place(total, step)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from regard.hf.loading.descriptions import layer_from
-from regard.hf.loading.latent_layers import ENTRIES, FORMAT
+from regard.hf.loading.latent_layers import MODEL_TYPE, entries_of
 from regard.hf.loading.untrusted import check_config, check_files, read_json, refused
 from regard.hf.packages import require
 from regard.plan.building import describe_config
@@ -16,7 +16,6 @@ from regard.plan.modules import shape_of
 from regard.plan.shapes import ModelShape
 
 CONFIG = "config.json"
-OWN = "regard"  # the model_type of what regard.convert.save writes
 
 
 def describe(path: str | Path) -> ModelShape:
@@ -64,7 +63,7 @@ def describe(path: str | Path) -> ModelShape:
     values, name = read_json(file), file.parent.resolve().name
     check_config(values, file)
     weight_bytes = _bytes_of_weights(path) if in_folder else None
-    read = _describe_converted if values.get("model_type") == OWN else describe_config
+    read = _describe_converted if values.get("model_type") == MODEL_TYPE else describe_config
     return read(values, file, name, weight_bytes)
 
 
@@ -82,12 +81,7 @@ def _describe_converted(
 ) -> ModelShape:
     """The shapes of the layers that `regard.convert.save` has written, and what the description of
     the model that they were made from says besides."""
-    if set(values) != ENTRIES or values["format"] != FORMAT:
-        rule = f"it must have {', '.join(sorted(ENTRIES))}, and format {FORMAT}"
-        raise refused(file, rule, sorted(values))
-    base, entries = values["base"], values["layers"]
-    if not isinstance(base, dict) or not isinstance(entries, list):
-        raise refused(file, "'base' must be an object and 'layers' a list", values)
+    base, entries = entries_of(values, file)
     model = describe_config(base, file, name, weight_bytes, inside="base.")
     if len(entries) != len(model.layers):
         rule = f"'layers' must have an entry for each of the {len(model.layers)} layers"
@@ -99,7 +93,7 @@ def _describe_converted(
             rule = f"layers must have the base's hidden_size={model.hidden_size}"
             raise refused(file, rule, layer.hidden_size)
     remarks = (f"Converted from {model.architecture}; regard.hf.load runs it.",)
-    return replace(model, architecture=OWN, layers=layers, remarks=remarks)
+    return replace(model, architecture=MODEL_TYPE, layers=layers, remarks=remarks)
 
 
 def _describe_gguf(file: Path) -> ModelShape:

@@ -23,15 +23,10 @@ Streams = tuple[Tensor, ...]
 
 
 class Tokens(NamedTuple):
-    """Tokens at hand.
+    """Tokens at hand."""
 
-    Attributes:
-        runs: their slots, in order.
-        streams: `[B, G, n, W]` each, the tokens of the runs side by side.
-    """
-
-    runs: Runs
-    streams: Streams
+    runs: Runs  # their slots, in order
+    streams: Streams  # `[B, G, n, W]` each, the tokens of the runs side by side
 
     def copy(self, other: "Tokens", runs: Runs) -> None:
         """Copy the content of these slots from `other`; both have them."""
@@ -142,12 +137,9 @@ class Arriving(NamedTuple):
 def arrange(parts: Sequence[Tokens], pieces: Runs) -> Tokens:
     """The tokens of several messages in order of their slots.
 
-    Runs of a piece with few slots between them are joined, to be attended to together. The slots
-    between are zeros: they were not needed, because the mask hides them from every query.
-
-    Args:
-        parts: the tokens, one part or more.
-        pieces: the slots of the ranks that the parts come from.
+    Runs of a piece, the slots of the ranks that the parts come from, with few slots between them
+    are joined, to be attended to together. The slots between are zeros: they were not needed,
+    because the mask hides them from every query.
     """
     known = union(*(part.runs for part in parts))
     runs = [run for piece in pieces for run in without_gaps(intersection(known, [piece]), GAP)]

@@ -283,12 +283,7 @@ def _alibi(bias: Alibi, given: int, heads: tuple[int, ...]) -> Alibi:
 
 
 class RelativeBiasOfHeads(nn.Module):
-    """The relative position bias of some heads.
-
-    Args:
-        rule: of all heads.
-        heads: their numbers.
-    """
+    """The relative position bias of some heads, of a rule for all."""
 
     def __init__(self, rule: RelativeBias, heads: tuple[int, ...]) -> None:
         super().__init__()
@@ -314,15 +309,10 @@ class RelativeBiasOfHeads(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class BiasOfHeads:
-    """The bias of this rank's heads, of a rule without parameters.
+    """The bias of this rank's heads, of a rule without parameters."""
 
-    Args:
-        rule: of all heads.
-        split: which heads are this rank's.
-    """
-
-    rule: ScoreBias
-    split: HeadSplit
+    rule: ScoreBias  # of all heads
+    split: HeadSplit  # which heads are this rank's
 
     def bias(
         self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype

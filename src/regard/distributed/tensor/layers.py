@@ -184,12 +184,7 @@ STYLES: dict[type[nn.Module], Callable[[Any, Placing], Styles]] = {
 
 
 class Plan:
-    """The tensor-parallel plan of one module. Models of other libraries have subclasses.
-
-    Args:
-        module: one of regard's layers.
-        ranks: the ranks.
-    """
+    """The tensor-parallel plan of one module. Models of other libraries have subclasses."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.module, self.ranks = module, ranks

@@ -100,12 +100,9 @@ class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
         return not self.is_sliding or getattr(self.cache, "rollback", 0) > 0
 
     def append(self, *streams: Tensor) -> tuple[Part, ...]:
-        """Append the streams of new tokens; returns all parts that may be attended to.
-
-        Raises:
-            ValueError: if rows hold different numbers of tokens, which transformers' masks cannot
-                express.
-        """
+        """Append the streams of new tokens; returns all parts that may be attended to. Raises a
+        ValueError if rows hold different numbers of tokens, which transformers' masks cannot
+        express."""
         self._span(streams[0].shape[2])
         self.is_initialized, self.batch_size = True, streams[0].shape[0]
         return self.cache.update(*streams)
@@ -170,9 +167,8 @@ class IndexedLayer(CacheLayer):
     """The cache of a layer of sparse attention, and the keys by which its indexer selects.
 
     A layer that attends to the keys of another one (Mistral Large 4) has only those of its indexer.
-
-    Raises:
-        ValueError: if its cache drops tokens, or stores them in pages or on several ranks.
+    A ValueError is raised for a cache that drops tokens, or stores them in pages or on several
+    ranks.
     """
 
     def __init__(self, make: Callable[[], Cache], has_keys: bool = True) -> None:

@@ -33,38 +33,25 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """The options of a conversion; texts are given by name.
+    """The options of a conversion, which is computed in float32; texts are given by name."""
 
-    Args:
-        model: a folder or a GGUF file.
-        to: `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget.
-        out: the folder to write.
-        form, portable, budget: see `target_of`.
-        by_layer: whether the latents' ranks differ by layer.
-        calibrate: texts to calibrate on, besides those of `heal`; Python's own if there are none.
-        heal: texts to heal on, by distillation from the original; no healing if there are none.
-        minutes: of healing.
-        held_out: texts to measure on, besides a half of Python's reference.
-        low_memory: whether weights stay on disk, except those of the present layer.
-        dtype: of the weights that are written; the checkpoint's own if None. The conversion is
-            computed in float32 in any case.
-        device: where it is computed.
-    """
-
-    model: Path
-    to: str
-    out: Path
-    form: Form | None = None
+    model: Path  # a folder or a GGUF file
+    to: str  # `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget
+    out: Path  # the folder to write
+    form: Form | None = None  # this and the next two: see `target_of`
     portable: bool = False
     budget: float | None = None
-    by_layer: bool = False
+    by_layer: bool = False  # whether the latents' ranks differ by layer
+    # texts to calibrate on, besides those of `heal`; Python's own if there are none
     calibrate: Mapping[str, str] = field(default_factory=dict)
+    # texts to heal on, by distillation from the original; no healing if there are none
     heal: Mapping[str, str] = field(default_factory=dict)
-    minutes: float = 30.0
+    minutes: float = 30.0  # of healing
+    # texts to measure on, besides a half of Python's reference
     held_out: Mapping[str, str] = field(default_factory=dict)
-    low_memory: bool = False
-    dtype: torch.dtype | None = None
-    device: str = "cpu"
+    low_memory: bool = False  # whether weights stay on disk, except those of the present layer
+    dtype: torch.dtype | None = None  # of the weights that are written; None: the checkpoint's own
+    device: str = "cpu"  # where it is computed
 
 
 def run_job(
@@ -99,8 +86,10 @@ def run_job(
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
     after = measure(made, texts.measured, dtype)
-    window = next(iter(texts.measured.values()))[0]
-    speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
+    if shipped is not None:
+        window = next(iter(texts.measured.values()))[0]
+        speeds = measure_speeds([shipped, made], window)
+        before, after = replace(before, **speeds[0]), replace(after, **speeds[1])
     report = Report(
         model=job.model.name,
         was=was,
@@ -108,8 +97,8 @@ def run_job(
         stock=not has_placed_layers(made),
         calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
         calibration_tokens=texts.calibration.numel(),
-        before=replace(before, **speeds[0]),
-        after=replace(after, **speeds[-1]),
+        before=before,
+        after=after,
         dtype=dtype_name(dtype),
         layers=tuple(converted.report),
         healing=healing,

@@ -46,18 +46,22 @@ class RankError(RuntimeError):
         self.step, self.ranks = step, tuple(ranks)
 
 
-def failure(ranks: "Ranks", step: str, others: Collection[int], error: Exception) -> RankError:
-    """The error for a failed message of `step` with other ranks, by their numbers in the mesh."""
-    numbers = [ranks.members[other] for other in sorted(others)]
-    names = ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
-    reason = str(error).strip().partition("\n")[0]
-    return RankError(
-        f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
-        "sending another size; every rank makes the same calls in the same order "
-        f"({reason[:300]})",
-        step,
-        numbers,
-    )
+@contextmanager
+def answering(ranks: "Ranks", step: str, others: Collection[int]) -> Iterator[None]:
+    """A block that waits for messages of `step` with other ranks, by their numbers in the mesh."""
+    try:
+        yield
+    except RuntimeError as error:
+        numbers = [ranks.members[other] for other in sorted(others)]
+        names = ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+        reason = str(error).strip().partition("\n")[0]
+        raise RankError(
+            f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
+            "sending another size; every rank makes the same calls in the same order "
+            f"({reason[:300]})",
+            step,
+            numbers,
+        ) from error
 
 
 @dataclass(eq=False)
@@ -111,10 +115,8 @@ class Pending(NamedTuple):
         of the process group."""
         timeout = self.ranks.timeout
         for others, message in self.messages:
-            try:
+            with answering(self.ranks, self.step, others):
                 _wait(message, timeout)
-            except RuntimeError as error:
-                raise failure(self.ranks, self.step, others, error) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,18 +217,13 @@ class Ranks:
                 dist.P2POp(run, x, group=group, tag=_tag(step, x), group_peer=other)
                 for run, other, x in messages
             ]
-            try:
+            with answering(self, step, others):
                 return [(others, work) for work in dist.batch_isend_irecv(batch)]
-            except RuntimeError as error:
-                raise failure(self, step, others, error) from error
         launched: list[tuple[Collection[int], Any]] = []
         for run, other, x in messages:
             end = "group_dst" if run is dist.isend else "group_src"
-            try:
-                work = run(x, group=group, tag=_tag(step, x), **{end: other})
-            except RuntimeError as error:
-                raise failure(self, step, [other], error) from error
-            launched.append(([other], work))
+            with answering(self, step, [other]):
+                launched.append(([other], run(x, group=group, tag=_tag(step, x), **{end: other})))
         return launched
 
     def all_gather(self, x: Tensor, step: str) -> list[Tensor]:
@@ -244,10 +241,8 @@ class Ranks:
         total = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self._assert_place(total, step)
         self._count(step, sum_bytes(total.nbytes, self.size))
-        try:
+        with answering(self, step, self.others()):
             _wait(dist.all_reduce(total, group=self.group, async_op=True), self.timeout)
-        except RuntimeError as error:
-            raise failure(self, step, self.others(), error) from error
         return total.to(x.dtype)
 
     def __iter__(self) -> Iterator[int]:

@@ -188,14 +188,7 @@ class HeadSplit(HeadLayout):
 
 
 def split_of(module: nn.Module | None) -> HeadSplit | None:
-    """The heads of a module that `tensor_parallel` has split over ranks; None of any other module.
-
-    Examples:
-        >>> from regard import Attention
-        >>> from regard.distributed.tensor.heads import split_of
-        >>> split_of(Attention(8, 2)) is None
-        True
-    """
+    """The heads of a module that `tensor_parallel` has split over ranks; None of other modules."""
     return None if module is None else vars(module).get("head_split")
 
 

@@ -35,14 +35,7 @@ def kind_of(layer: nn.Module) -> type[nn.Module] | None:
 
 
 def layout_of(layer: Any, size: int) -> HeadLayout:
-    """The assignment of a layer's heads to `size` ranks.
-
-    Examples:
-        >>> from regard import GroupedQueryAttention
-        >>> from regard.distributed.tensor.layers import layout_of
-        >>> layout_of(GroupedQueryAttention(64, 8, 2), 4).heads(3)
-        range(6, 8)
-    """
+    """The assignment of a layer's heads to `size` ranks."""
     # MLA rebuilds a key head for each query head
     latent = isinstance(layer, MultiHeadLatentAttention)
     return HeadLayout(layer.num_heads, layer.num_heads if latent else layer.num_kv_heads, size)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -207,24 +208,16 @@ def static(*, max_length: int) -> Callable[[int | None], Cache]:
 
 def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
     """The window of layers that have one, and `rollback` more tokens; all tokens of others."""
-
-    def make(window: int | None) -> Cache:
-        return KVCache() if window is None else SlidingCache(window, rollback)
-
-    return make
+    return _by_window(KVCache, lambda window: SlidingCache(window, rollback))
 
 
 def quantized(
     *, bits: int = 8, group: int = GROUP, format: str | None = None, rollback: int = 0
 ) -> Callable[[int | None], Cache]:
     """As `sliding`, in codes of 8 or 4 bits, or of a format such as "K8V4"."""
-
-    def make(window: int | None) -> Cache:
-        if window is None:
-            return QuantizedCache(bits, group, format=format)
-        return QuantizedWindow(window, rollback, bits, group, format=format)
-
-    return make
+    codes: dict[str, Any] = {"bits": bits, "group": group, "format": format}
+    windowed = partial(QuantizedWindow, rollback=rollback, **codes)
+    return _by_window(partial(QuantizedCache, **codes), windowed)
 
 
 def evicting(
@@ -241,15 +234,15 @@ def evicting(
     8 or 4 bits, or of a format such as "K8V4". Other layers hold their window, stored alike."""
     own = budget, score or ExpectedAttention(), sinks, recent
     if bits is None and format is None:
-        return lambda window: EvictingCache(*own) if window is None else SlidingCache(window)
+        return _by_window(partial(EvictingCache, *own), SlidingCache)
     codes: dict[str, Any] = {"bits": bits or 8, "group": group, "format": format}
+    return _by_window(partial(QuantizedEvicting, *own, **codes), partial(QuantizedWindow, **codes))
 
-    def make(window: int | None) -> Cache:
-        if window is None:
-            return QuantizedEvicting(*own, **codes)
-        return QuantizedWindow(window, **codes)
 
-    return make
+def _by_window(
+    whole: Callable[[], Cache], windowed: Callable[[int], Cache]
+) -> Callable[[int | None], Cache]:
+    return lambda window: whole() if window is None else windowed(window)
 
 
 def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.hf.generating.cache_of_model import cache as cache_for
+from regard.hf.generating.cache_of_model import paired
 from regard.hf.generating.watching import argument_of
 from regard.hf.packages import require
 from regard.hf.running.installing import install, uninstall
@@ -249,11 +250,9 @@ def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:
 
 def _cache(model: Any, name: str, length: int, format: str, pool: Any) -> Any:
     if name == OTHERS:
-        from transformers import DynamicCache, EncoderDecoderCache
+        from transformers import DynamicCache
 
-        own = DynamicCache(config=model.config.get_text_config(decoder=True))
-        pair = model.config.is_encoder_decoder
-        return EncoderDecoderCache(own, DynamicCache()) if pair else own
+        return paired(model, DynamicCache(config=model.config.get_text_config(decoder=True)))
     options: dict[str, Any] = {}
     if name == "static":
         options = {"max_length": length}

@@ -54,7 +54,7 @@ def of_sizes(
 
 
 def of_model(model: ModelShape, context: int, queries: int, tensors: Tensors) -> list[Explained]:
-    """The prefill and a decoding step of every layer that regard computes, those alike as one."""
+    """The prefill and a decoding step of the layers that regard computes; equal layers are one."""
     step = "a token" if queries == 1 else f"{queries:,} tokens"
     phases = {
         f"Prefill of {context:,} tokens": _span(context, context),

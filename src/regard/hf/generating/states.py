@@ -104,7 +104,7 @@ class HybridLayer(CacheLayer, StateLayer):
         return self.cache, States(self)
 
     def lazy_initialization(self, *args: Any, **given: Any) -> None:
-        """Prepare the states, for which transformers names the arguments; keys need nothing."""
+        """Allocate the states, if transformers gives any by name; the cache allocates keys itself."""
         if given:
             LinearAttentionLayer.lazy_initialization(self, **given)
 

@@ -61,8 +61,8 @@ class InstalledStep(NamedTuple):
     ) -> Tensor | None:
         """The heads' outputs `[B, H, 1, Dv]` for the new token, which is appended to the cache.
 
-        None, and the cache is as before, if compiled code cannot read a tensor as it lies: one with
-        strides or of a dtype of its own, the model's angles, or a buffer that was changed.
+        None, and the cache is as before, if compiled code cannot read a tensor: heads with other
+        strides or of another dtype, the model's angles, or a buffer that was changed.
         """
         cache = given[family.cache].layers[module.layer_idx].cache
         angles = given["position_embeddings"] if family.rotate is rotating.halves else None

@@ -104,7 +104,7 @@ class HybridLayer(CacheLayer, StateLayer):
         return self.cache, States(self)
 
     def lazy_initialization(self, *args: Any, **given: Any) -> None:
-        """Allocate the states, if transformers gives any by name; the cache allocates keys itself."""
+        """Allocate the states, if transformers gives any by name; keys need nothing."""
         if given:
             LinearAttentionLayer.lazy_initialization(self, **given)
 

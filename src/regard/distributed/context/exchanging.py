@@ -1,9 +1,9 @@
 """Tokens on their way between ranks: messages of exactly the runs that the receiver needs.
 
 In a `"ring"` each rank sends to the rank t places after it in step t, while the tokens of the step
-before are attended to (Ring Attention, Liu et al. 2023, arXiv:2310.01889; here tokens go straight to
-where they are needed, so that those that a mask hides are not sent). In a `"gather"` all are sent
-at once, and attended to together (as for Llama 3, arXiv:2407.21783).
+before are attended to (Ring Attention, Liu et al. 2023, arXiv:2310.01889; here tokens go straight
+to where they are needed, so that those that a mask hides are not sent). In a `"gather"` all are
+sent at once, and attended to together (as for Llama 3, arXiv:2407.21783).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The tensor-parallel plans of regard's layers: parameters that are split or replicated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,7 @@ from regard.matrices import matrix_objection
 from regard.ops.bias import RelativeBias
 
 Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module] | None:
@@ -107,13 +108,17 @@ def split_styles(layer: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
     return split, styles
 
 
+def projection_styles(place: Placing, head_dim: int, names: Sequence[str] = PROJECTIONS) -> Styles:
+    """The styles of the projections of queries, keys, values and outputs, by these names."""
+    queries, rows = (
+        place.linear(SplitLinear, of(head_dim)) for of in (place.heads, place.kv_heads)
+    )
+    return dict(zip(names, (queries, rows, rows, place.output(head_dim)), strict=True))
+
+
 def _attention(layer: Any, place: Placing) -> Styles:
-    rows = place.linear(SplitLinear, place.kv_heads(layer.head_dim))
     return {
-        "q_proj": place.linear(SplitLinear, place.heads(layer.head_dim)),
-        "k_proj": rows,
-        "v_proj": rows,
-        "o_proj": place.output(layer.head_dim),
+        **projection_styles(place, layer.head_dim),
         **_norms(layer, place),
         **_gate(layer, place),
         "": SplitStyle(place.split, SplitAttention, {"sinks": place.heads(1)}),

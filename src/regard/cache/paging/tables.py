@@ -128,8 +128,8 @@ class Tables:
         self.are_released = False  # a plain attribute: torch.compile cannot read the finaliser
 
     def replace(self, new: Sequence[PageTable], *, retires: bool = False) -> None:
-        """Hold other tables, whose pages are not counted yet. If it `retires` pages, those that
-        leave are held until `settle`, because parts of this call are read."""
+        """Hold other tables, whose pages are not counted yet. With `retires`, pages that leave are
+        held until `settle`, because parts of this call are read."""
         before, after = Counter(pages_of(self.tables)), Counter(pages_of(new))
         before.update(self.retired)
         for page in (after - before).elements():

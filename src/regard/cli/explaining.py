@@ -13,6 +13,7 @@ from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
 from regard.ops.explain import Explanation, explanation
+from regard.plan.from_sizes import model_from_sizes
 from regard.plan.shapes import LayerShape, ModelShape
 from regard.see.grammar import mask_from
 
@@ -46,10 +47,11 @@ class Tensors:
 
 
 def of_sizes(
-    layer: LayerShape, rule: str, queries: int, keys: int, tensors: Tensors
+    sizes: dict[str, Any], rule: str, queries: int, keys: int, tensors: Tensors
 ) -> list[Explained]:
     """The call of a layer of these sizes, for the newest queries of so many keys."""
     mask, span = mask_from(rule), _span(queries, keys)
+    (layer,) = model_from_sizes(hidden_size=sizes["num_heads"], **sizes).layers
     return [Explained((), "", "", "", _call(layer, mask, span, tensors))]
 
 

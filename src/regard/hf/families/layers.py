@@ -157,7 +157,7 @@ SCALINGS: dict[str, Any] = {  # by transformers' names
 
 
 def _scaling(kind: Any, rope: Mapping[str, Any], config: Any) -> Scaling | None:
-    """The scaling of this class: but for one, its arguments have the names of the parameters."""
+    """Build a scaling: its arguments have the names of the entries of `rope`, but for one."""
     if kind is None:
         return None
     given = {name: value for name, value in rope.items() if value is not None}

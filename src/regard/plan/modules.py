@@ -198,15 +198,10 @@ def _head_sizes(module: Any, family: Family) -> dict[str, int]:
 
 def _latent_sizes(module: Any, heads: int) -> dict[str, Any]:
     """The sizes of MLA, which have the same names in regard and in transformers."""
-    return {
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": module.qk_nope_head_dim + module.qk_rope_head_dim,
-        "v_head_dim": module.v_head_dim,
-        "kv_lora_rank": module.kv_lora_rank,
-        "q_lora_rank": module.q_lora_rank,
-        "qk_rope_head_dim": module.qk_rope_head_dim,
-    }
+    width = module.qk_nope_head_dim + module.qk_rope_head_dim
+    same = ("v_head_dim", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
+    own = {name: getattr(module, name) for name in same}
+    return {"num_heads": heads, "num_kv_heads": heads, "head_dim": width, **own}
 
 
 def _state(module: Any) -> dict[str, Any] | None:

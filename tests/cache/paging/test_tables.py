@@ -199,11 +199,11 @@ def test_parts_are_empty_where_there_are_no_tokens():
 def test_the_cost_of_a_change_is_what_it_takes_and_frees():
     pool, cache = filled(rows=2)
     fork, before = cache.fork(), pool.pages_in_use
-    cost = fork.cut(6)
-    assert (len(cost.copies), cost.freed) == (2, 2)  # of each row a sealed page, and the open one
+    cost = fork.cost_of_cut(6)
+    assert (cost.copies, cost.freed) == (2, 2)  # of each row a sealed page, and the open one
     fork.truncate(6)
     assert pool.pages_in_use == before
     cost = select(fork.rows, [1, 1, 1])
-    assert (len(cost.copies), cost.freed) == (2, 1)
+    assert (cost.copies, cost.freed) == (2, 1)
     fork.reorder(torch.tensor([1, 1, 1]))
     assert pool.pages_in_use == before + 1

@@ -175,7 +175,7 @@ class PagedCache(Stored):
             rows = each_length(lengths, len(self.rows))
             if self._kind is not None:
                 change = cut(self._kind, self.rows, rows)
-                if not self.memory.fits(len(change.copies), change.freed):
+                if not self.memory.fits(change.copies, change.freed):
                     size = self.memory.page_size  # whole pages make room for the copies
                     whole = [-(-each // size) * size for each in rows]
                     self._cut(self._kind, [*map(min, whole, self.row_lengths())])
@@ -206,7 +206,7 @@ class PagedCache(Stored):
                 return
             numbers: list[int] = rows.tolist()
             change = select(self.rows, numbers)
-            if not self.memory.fits(len(change.copies), change.freed):
+            if not self.memory.fits(change.copies, change.freed):
                 first = list(dict.fromkeys(numbers))  # rows that are dropped make room for copies
                 self._select(first)
                 numbers = [first.index(each) for each in numbers]
@@ -315,8 +315,8 @@ class PagedCache(Stored):
         held = [torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in held]
         return concatenated(held, new, Lengths(self.length - start, 0, lengths.rows - start))
 
-    def cut(self, length: int) -> TableChange:
-        """The change of tables that `truncate(length)` makes."""
+    def cost_of_cut(self, length: int) -> TableChange:
+        """The pages that `truncate(length)` takes and releases."""
         return cut(self._kind, self.rows, [min(length, each) for each in self.row_lengths()])
 
     def _cut(self, kind: Kind, lengths: list[int]) -> None:

@@ -40,8 +40,13 @@ class TableChange(NamedTuple):
 
     before: Sequence[PageTable]
     tables: list[PageTable]
-    copies: list[tuple[PageTable, int, Slab]]  # a table, the index of its page, the copy's slab
+    copied: list[tuple[PageTable, int, Slab]]  # a table, the index of its page, the copy's slab
     opened: Sequence[PageTable] = ()  # whose last pages will be written
+
+    @property
+    def copies(self) -> int:
+        """The number of pages that are copied."""
+        return len(self.copied)
 
     @property
     def left(self) -> "Counter[Page]":
@@ -62,8 +67,8 @@ class TableChange(NamedTuple):
     def carry_out(self, memory: Memory) -> list[PageTable]:
         """The tables with the copies. Raises a ValueError if the pool has too few pages; nothing
         changes then."""
-        memory.reserve([slab for *_, slab in self.copies])
-        for table, index, slab in self.copies:
+        memory.reserve([slab for *_, slab in self.copied])
+        for table, index, slab in self.copied:
             table.pages[index] = memory.copy(table.pages[index], slab)
         for table in self.opened:
             table.pages[-1].sealed = False

@@ -180,7 +180,7 @@ class PagedGenerationCache(GenerationCache):
         self._settle()
         start = self._start_of(length)
         with self.pool.memory.lock:
-            self._check_room(cache.cut(start) for cache in self._pages)
+            self._check_room(cache.cost_of_cut(start) for cache in self._pages)
             super().truncate(length)
         self._text = None if self._text is None else self._text.cut(length)
         self._stored = min(self._stored, length // self.pool.page_size)
@@ -204,7 +204,7 @@ class PagedGenerationCache(GenerationCache):
         """Raise unless the pool has room for changes of all layers, one after another."""
         taken = freed = 0
         for change in changes:
-            taken += len(change.copies)
+            taken += change.copies
             self.pool.memory.check_room(taken, freed=freed + change.freed)
             freed += change.unreferenced  # the stored ones can be evicted from now on
 

@@ -36,7 +36,7 @@ def each_length(lengths: Lengths, rows: int) -> list[int]:
 
 
 class TableChange(NamedTuple):
-    """New tables in place of others, before open pages are copied: what that costs, then itself."""
+    """New tables in place of others, before open pages are copied; and the cost of that."""
 
     before: Sequence[PageTable]
     tables: list[PageTable]

@@ -15,7 +15,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.recipe import Recipe
-from regard.convert.measuring import dtype_name, measure, measure_speeds
+from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
@@ -79,17 +79,12 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
-    unhealed, healing = None, None
-    if texts.healing is not None:
-        unhealed = measure(made, texts.measured, dtype)
-        healing = _healed(job, made, texts.healing, recipe, progress)
+    unhealed, healing = _healed(job, made, texts, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
     after = measure(made, texts.measured, dtype)
-    if shipped is not None:
-        window = next(iter(texts.measured.values()))[0]
-        speeds = measure_speeds([shipped, made], window)
-        before, after = replace(before, **speeds[0]), replace(after, **speeds[1])
+    window = next(iter(texts.measured.values()))[0]
+    speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
     report = Report(
         model=job.model.name,
         was=was,
@@ -97,8 +92,8 @@ def run_job(
         stock=not has_placed_layers(made),
         calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
         calibration_tokens=texts.calibration.numel(),
-        before=before,
-        after=after,
+        before=replace(before, **speeds[0]),
+        after=replace(after, **speeds[1]),
         dtype=dtype_name(dtype),
         layers=tuple(converted.report),
         healing=healing,
@@ -194,14 +189,23 @@ def _placed(job: Job, model: Any, converted: Converted) -> Any:
 
 
 def _healed(
-    job: Job, student: Any, windows: Tensor, recipe: Recipe | None, progress: Progress
-) -> Healed:
+    job: Job,
+    made: Any,
+    texts: _Texts,
+    dtype: torch.dtype,
+    recipe: Recipe | None,
+    progress: Progress,
+) -> tuple[Measured | None, Healed | None]:
+    """Measure the converted model, and heal it; None twice if the job has no texts to heal on."""
+    if texts.healing is None:
+        return None, None
+    unhealed = measure(made, texts.measured, dtype)
     recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
-    return heal(
-        student, teacher, windows,
+    return unhealed, heal(
+        made, teacher, texts.healing,
         minutes=job.minutes, recipe=recipe, state=_state(job), progress=progress,
     )  # fmt: skip
 

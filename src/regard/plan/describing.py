@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from regard.hf.loading.descriptions import layer_from
-from regard.hf.loading.latent_layers import MODEL_TYPE, entries_of
+from regard.hf.loading.latent_layers import ENTRIES, FORMAT, MODEL_TYPE
 from regard.hf.loading.untrusted import check_config, check_files, read_json, refused
 from regard.hf.packages import require
 from regard.plan.building import describe_config
@@ -81,7 +81,12 @@ def _describe_converted(
 ) -> ModelShape:
     """The shapes of the layers that `regard.convert.save` has written, and what the description of
     the model that they were made from says besides."""
-    base, entries = entries_of(values, file)
+    if set(values) != ENTRIES or values["format"] != FORMAT:
+        rule = f"it must have {', '.join(sorted(ENTRIES))}, and format {FORMAT}"
+        raise refused(file, rule, sorted(values))
+    base, entries = values["base"], values["layers"]
+    if not isinstance(base, dict) or not isinstance(entries, list):
+        raise refused(file, "'base' must be an object and 'layers' a list", values)
     model = describe_config(base, file, name, weight_bytes, inside="base.")
     if len(entries) != len(model.layers):
         rule = f"'layers' must have an entry for each of the {len(model.layers)} layers"

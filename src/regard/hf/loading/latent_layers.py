@@ -4,7 +4,6 @@ The folder has `model_type: regard`, and its weights have another file name than
 other library loads it with random values for missing weights. It is checked as any checkpoint is.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ MODEL_TYPE = "regard"
 FORMAT = 1
 WEIGHTS, INDEX = "regard.safetensors", "regard.index.json"
 ENTRIES = {"model_type", "architectures", "format", "base", "layers"}
-RULE = "'base' must be the configuration of a model of transformers"
 
 
 def is_described(folder: Path) -> bool:
@@ -70,28 +68,20 @@ def base_of(folder: Path) -> tuple[Any, Contents, list[Any]]:
     description = read_json(file)
     check_config(description, file)
     contents = check_weights(folder, WEIGHTS, INDEX)
-    base, layers = entries_of(description, file)
-    model_type = base.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise refused(file, RULE, base)
-    if base.get("quantization_config") is not None:
-        raise refused(file, "'base' may not be quantised", base["quantization_config"])
-    return CONFIG_MAPPING[model_type].from_dict(base), contents, layers
-
-
-def entries_of(description: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], list[Any]]:
-    """The entries of a description: of the base model, and of its layers."""
     if set(description) != ENTRIES:
         raise refused(file, f"it must have {', '.join(sorted(ENTRIES))}", sorted(description))
     if description["format"] != FORMAT:
         out = "a newer regard may read it"
         raise refused(file, f"'format' must be {FORMAT}", description["format"], out)
     base, layers = description["base"], description["layers"]
-    if not isinstance(base, dict):
-        raise refused(file, RULE, base)
+    model_type = base.get("model_type") if isinstance(base, dict) else None
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise refused(file, "'base' must be the configuration of a model of transformers", base)
+    if base.get("quantization_config") is not None:
+        raise refused(file, "'base' may not be quantised", base["quantization_config"])
     if not isinstance(layers, list):
         raise refused(file, "'layers' must be a list", layers)
-    return base, layers
+    return CONFIG_MAPPING[model_type].from_dict(base), contents, layers
 
 
 def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:

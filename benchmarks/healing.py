@@ -13,7 +13,6 @@ other half of the topics and on texts that are not trained on.
 import argparse
 import ast
 import copy
-import math
 import random
 import statistics
 import sys
@@ -33,7 +32,7 @@ from torch import Tensor
 import regard.hf
 from regard.convert import Healed, Recipe, convert, heal, target_of, windows_of
 from regard.convert.healing.environment import keep_freed_memory
-from regard.convert.measuring import loss_of, ratio
+from regard.convert.measuring import measure, ratio
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.hf.packages import quiet
 
@@ -74,15 +73,6 @@ def _text_of(file: Path) -> str:
     return "\n\n".join(each for each in found if each and len(each) > 200)
 
 
-@torch.no_grad()
-def perplexities(model: Any, held_out: dict[str, Tensor]) -> dict[str, float]:
-    """The perplexity over windows of each text."""
-    return {
-        name: math.exp(statistics.fmean(loss_of(model, window) for window in windows))
-        for name, windows in held_out.items()
-    }
-
-
 def converted(model: Any, to: str, windows: Tensor) -> Any:
     """A copy of the model, converted."""
     layers = [regard.hf.attention_of(each) for each in regard.hf.attention_modules(model).values()]
@@ -121,15 +111,15 @@ def main() -> None:
         name: windows_of(tokenizer, [text], length=LENGTH, most=MEASURED)
         for name, text in {"manual": python_topics()[1], **measured}.items()
     }
-    shipped = perplexities(model, held_out)
+    shipped = measure(model, held_out).perplexity
     kinds = [*python_texts(), *training.values()]
     started = time.perf_counter()
     student = converted(model, options.to, calibration(tokenizer, kinds, windows=CALIBRATION))
     seconds = time.perf_counter() - started
-    before = perplexities(student, held_out)
+    before = measure(student, held_out).perplexity
     print(f"\n{options.to} in {seconds:.0f} s: {ratio(before, shipped):.3f} times the perplexity")
     healed, recipe = trained(student, model, windows(tokenizer, training, options), options)
-    after = perplexities(student, held_out)
+    after = measure(student, held_out).perplexity
     for name in held_out:
         values = (each[name] for each in (shipped, before, after))
         print("\n{:<12} as shipped {:.2f}, converted {:.2f}, healed {:.2f}".format(name, *values))

@@ -1,4 +1,4 @@
-"""Names that go: they work, and warn, from one version until another."""
+"""Deprecated names, which work and warn from one version until another."""
 
 import warnings
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from regard.compare.measure import (
     Sample,
     time_prefills,
 )
-from regard.convert.measuring import last_logits, loss_of
+from regard.convert.measuring import last_logits
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states, losses_of
 from regard.turns import LEAST
@@ -45,7 +45,7 @@ def test_a_row_is_the_mean_over_windows():
     assert found == {"prefill": PREFILLS, "decode": LEAST}
     row = sample.row("shipped", True, sample, context=40, memory=1 << 20, dtype="float32")
     assert row.decode_speed is None and row.perplexity_ratio is None
-    losses = torch.tensor([loss_of(model, window) for window in windows])
+    losses = torch.tensor([model(each[None], labels=each[None]).loss for each in windows])
     assert row.perplexity == pytest.approx(float(losses.mean().exp()), rel=1e-5)
     assert row.largest_logit_difference < 1e-5
     assert row.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4

@@ -57,7 +57,7 @@ def hadamard(x: Float[Tensor, "... W"], blocks: tuple[int, ...]) -> Float[Tensor
 
 @constant
 def _matrix(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "W W"]:
-    """Sylvester's matrix: `[[H, H], [H, -H]]` of the one of half the width."""
+    """Sylvester's matrix `[[H, H], [H, -H]]`, where H is the matrix of half the width."""
     found = torch.ones(1, 1, dtype=dtype, device=device)
     while len(found) < width:
         upper = torch.cat([found, found], 1)

@@ -1,4 +1,4 @@
-"""What all caches can besides: copies, snapshots, descriptions, and files of all layers' caches."""
+"""Copies, snapshots and descriptions of every kind of cache; files of the caches of all layers."""
 
 from collections.abc import Sequence
 from copy import copy

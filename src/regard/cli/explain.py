@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,10 +14,10 @@ from regard.words import counted, ranges
 
 if TYPE_CHECKING:
     from regard.cli.explaining import Explained
-    from regard.plan import LayerShape
 
 CONTEXT = 4096  # tokens, if none are given
-SIZES = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "keys", "mask")
+OF_LAYER = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
+SIZES = (*OF_LAYER, "keys", "mask")
 NAME = 9  # columns of the names that lines begin with
 COLUMNS = ("", "layers", "attention", "keys read", "backend", "one layer")
 NEXT = (
@@ -58,7 +58,8 @@ def explain(
     tokens, missing, title = context or keys or CONTEXT, {}, ""
     if model is None:
         tensors = Tensors(batch, dtype or "float32", device)
-        found = of_sizes(_layer(given), mask or "Causal()", queries, tokens, tensors)
+        sizes = {name: given[name] for name in OF_LAYER if name in given}
+        found = of_sizes(sizes, mask or "Causal()", queries, tokens, tensors)
     else:
         from regard.plan.describing import describe  # imports transformers
 
@@ -73,20 +74,6 @@ def explain(
         return
     title += f"; {counted(tokens, 'token')}, {counted(batch, 'row')}" if title else ""
     show(title, found, missing, stdout(80), why=why)
-
-
-def _layer(given: dict[str, Any]) -> "LayerShape":
-    """A layer of these sizes."""
-    from regard.plan.shapes import LayerShape
-
-    heads, width = given["num_heads"], given["head_dim"]
-    return LayerShape(
-        hidden_size=heads * width,
-        num_heads=heads,
-        num_kv_heads=given.get("num_kv_heads", heads),
-        head_dim=width,
-        v_head_dim=given.get("v_head_dim", width),
-    )
 
 
 def show(

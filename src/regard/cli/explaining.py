@@ -13,6 +13,7 @@ from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
 from regard.ops.explain import Explanation, explanation
+from regard.plan.from_sizes import model_from_sizes
 from regard.plan.shapes import LayerShape, ModelShape
 from regard.see.grammar import mask_from
 
@@ -22,21 +23,13 @@ STATE = "their state is no cache of keys and values"
 
 @dataclass(frozen=True)
 class Explained:
-    """A call of some layers, or of none in particular.
+    """A call of some layers, or of none in particular."""
 
-    Args:
-        layers: their indices.
-        kind: of their attention.
-        phase: what the call does, in words.
-        form: of MLA, the form that it is computed in, and why.
-        call: which backend runs it.
-    """
-
-    layers: tuple[int, ...]
-    kind: str
-    phase: str
-    form: str
-    call: Explanation
+    layers: tuple[int, ...]  # their indices
+    kind: str  # of their attention
+    phase: str  # what the call does, in words
+    form: str  # of MLA, the form that it is computed in, and why
+    call: Explanation  # which backend runs it
 
 
 @dataclass(frozen=True)
@@ -54,15 +47,16 @@ class Tensors:
 
 
 def of_sizes(
-    layer: LayerShape, rule: str, queries: int, keys: int, tensors: Tensors
+    sizes: dict[str, Any], rule: str, queries: int, keys: int, tensors: Tensors
 ) -> list[Explained]:
     """The call of a layer of these sizes, for the newest queries of so many keys."""
     mask, span = mask_from(rule), _span(queries, keys)
+    (layer,) = model_from_sizes(hidden_size=sizes["num_heads"], **sizes).layers
     return [Explained((), "", "", "", _call(layer, mask, span, tensors))]
 
 
 def of_model(model: ModelShape, context: int, queries: int, tensors: Tensors) -> list[Explained]:
-    """The prefill and a decoding step of every layer that regard computes, those alike as one."""
+    """The prefill and a decoding step of the layers that regard computes; equal layers are one."""
     step = "a token" if queries == 1 else f"{queries:,} tokens"
     phases = {
         f"Prefill of {context:,} tokens": _span(context, context),

@@ -19,6 +19,7 @@ from regard.page.readable import readable_bytes
 from regard.words import counted, without_controls
 
 if TYPE_CHECKING:
+    from regard.cli.loading import Loaded
     from regard.hf import Written
 
 COLUMNS = ("", "prompt, tokens/s", "first token, s", "text, tokens/s", "cache", "peak memory")
@@ -68,10 +69,7 @@ def generate(
         hint = "--format" if prefix_cache is None else "--prefix-cache"
         options.refuse(hint, f"it needs --cache paged, got --cache {cache}")
     options.start("regard.hf", threads=threads)
-    import torch
-
     from regard.cli.loading import load_for
-    from regard.hf import write
     from regard.hf.generating.pool_of_model import prefixes_in
     from regard.hf.generating.text import cache_name
     from regard.hf.packages import quiet
@@ -79,11 +77,6 @@ def generate(
     more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
     own: dict[str, Any] = {"attention": attention, "cache": cache_name(cache), "format": format}
     other, pages, shown = {"attention": against, "cache": against}, {}, stream and not as_json
-
-    def run(**settings: Any) -> "Written":
-        torch.manual_seed(seed)
-        return write(loaded.model, loaded.tokenizer, prompt, **more | settings)
-
     with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
         stack.enter_context(quiet())
         with waiting(f"loading {model or options.DEFAULT_MODEL}"):
@@ -91,7 +84,8 @@ def generate(
             if prefix_cache is not None:
                 pool = prefixes_in(prefix_cache, loaded.model, format=format)
                 pages = {"pool": stack.enter_context(pool)}
-        runs = [run(**own | pages, **{"shown": _show} if shown else {})]
+        run = partial(_written, loaded, prompt, seed, **more)
+        runs = [run(**own, **pages, **{"shown": _show} if shown else {})]
         if shown:
             _show("\n")  # so that a progress line does not erase the text's last line
         if against:
@@ -106,6 +100,15 @@ def generate(
     show(
         runs, stdout(), has_chat=not chat and bool(getattr(loaded.tokenizer, "chat_template", None))
     )
+
+
+def _written(loaded: "Loaded", prompt: str, seed: int, **settings: Any) -> "Written":
+    import torch
+
+    from regard.hf import write
+
+    torch.manual_seed(seed)
+    return write(loaded.model, loaded.tokenizer, prompt, **settings)
 
 
 def show(runs: list["Written"], console: Console, *, has_chat: bool = False) -> None:

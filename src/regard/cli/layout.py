@@ -21,15 +21,11 @@ TALLEST = 4  # lines of a cell, about, from which the width of sentences follows
 
 
 def tabulate(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print the rows in the first layout that fits.
+    """Print the rows in the first layout that fits the console.
 
     Cells of words may take several lines and are aligned left, as is the first column; numbers are
-    aligned right. A first cell that is the same as the one above is shown once.
-
-    Args:
-        console: as wide as the tables may be.
-        heads: of the columns; a heading may take several lines.
-        rows: their cells.
+    aligned right. A heading may take several lines. A first cell that is the same as the one above
+    is shown once.
     """
     cells = [
         [Text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows

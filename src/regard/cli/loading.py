@@ -27,17 +27,12 @@ def load_for(
     device: str,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Loaded:
-    """Load a model for a command.
+    """Load a model for a command; a ValueError is raised if there is no such device here, and as by
+    `regard.hf.load`. `progress` is told of the fetching.
 
-    Args:
-        path: of a folder, or of a GGUF file; None for SmolLM2, which is fetched the first time.
-        dtype: the name of the one that it computes in; if None, float32 on a CPU, where products
-            in 16 bits are slow or missing, and the checkpoint's own elsewhere.
-        device: where it goes.
-        progress: is told of the fetching.
-
-    Raises:
-        ValueError: if there is no such device here; and as `regard.hf.load`.
+    Without a path it is SmolLM2, which is fetched the first time. Without the name of a dtype it
+    computes in float32 on a CPU, where products in 16 bits are slow or missing, and in the
+    checkpoint's own elsewhere.
     """
     if path is None:
         progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
@@ -51,15 +46,7 @@ def load_for(
 
 
 def device_named(name: str) -> torch.device:
-    """The device of `--device`, if torch can use it here.
-
-    Raises:
-        ValueError: if not.
-
-    Examples:
-        >>> device_named("cpu")
-        device(type='cpu')
-    """
+    """The device of `--device`. Raises a ValueError if torch cannot use it here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -117,16 +117,12 @@ def named(default: Any, names: Sequence[str], text: str, also: Sequence[str] = (
 
 
 def start(module: str, *, threads: int | None = None, timed: bool = False) -> None:
-    """Import what a verb needs, and let torch use so many threads of the CPU.
+    """Import what a verb needs, and let torch use so many threads of the CPU; as many as it chooses
+    if None.
 
     Garbage is not collected meanwhile: of torch's half a million objects a collection takes a tenth
-    of a second, and none of them is garbage.
-
-    Args:
-        module: that is imported, with all that it imports.
-        threads: of the CPU; as many as torch chooses if None.
-        timed: whether the verb times calls as they run in the user's own programs, so that threads
-            wait as they do there.
+    of a second, and none of them is garbage. If the verb times calls as they run in the user's own
+    programs, it is `timed`, so that threads wait as they do there.
     """
     if not timed and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # read when torch is imported

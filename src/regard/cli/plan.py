@@ -114,12 +114,9 @@ def _shape(model: Path | None, sizes: dict[str, Any], dtype: str | None) -> "Mod
 def show(found: "Plan", console: Console, *, every: bool = False, why: bool = False) -> None:
     """Print a plan as wide as the console: a table, what fits, and what to ask next.
 
-    Args:
-        found: the plan.
-        console: as wide as the table may be.
-        every: whether each way of storing the cache has a line, with the bytes that regard
-            allocates and whole blocks take.
-        why: whether sentences say how figures are counted, and why attentions are missing.
+    With `every`, each way of storing the cache has a line, with the bytes that regard allocates and
+    whole blocks take; with `why`, sentences say how figures are counted, and why attentions are
+    missing.
     """
     say(console, _heading(found), bold=found.model.name)
     console.print()

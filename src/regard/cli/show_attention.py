@@ -28,11 +28,14 @@ PRINTED = 4  # maps that are printed at most
 LEAST = 0.005  # weight of a key that is named: less is 0 %
 LINES = 8  # of the table of layers, at most
 MOST_OF_A_RANGE = 1 << 24  # numbers as 3-5
-COLUMNS = (
-    *("layers", "on the first token", "learned sink", "previous token", "itself", "distance"),
-    *("entropy, nats", "kernel"),
-)
-MEANS = ("sink_share", "learned_sink", "previous_share", "self_share", "distance", "entropy")
+MEANS = {  # columns of the table of layers: the statistic, and its form
+    "on the first token": ("sink_share", "4.0%"),
+    "learned sink": ("learned_sink", ".0%"),
+    "previous token": ("previous_share", ".0%"),
+    "itself": ("self_share", ".0%"),
+    "distance": ("distance", ".1f"),
+    "entropy, nats": ("entropy", ".2f"),
+}
 TOP = 5  # keys of a query, and heads of a statistic, that are named
 STANDING_OUT = {  # a row of the table: the statistic, and whether the smallest values are listed
     "on the previous token": ("previous_share", False),
@@ -149,11 +152,8 @@ def asked_for(
     found: tuple[int, ...],
     tokens: int,
 ) -> Asked:
-    """The arguments of `attention`: around the first token that was found, if one was.
-
-    Raises:
-        ValueError: if layers are given twice.
-    """
+    """The arguments of `attention`: around the first token that was found, if one was. Raises a
+    ValueError if layers are given twice."""
     heads = None
     if pairs:
         if layers is not None:
@@ -167,15 +167,8 @@ def asked_for(
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """The numbers of a list such as `0,3-5`; None if the option is left out.
-
-    Raises:
-        ValueError: if it is no such list.
-
-    Examples:
-        >>> _numbers("--layers", "0,3-5")
-        (0, 3, 4, 5)
-    """
+    """The numbers of a list such as `0,3-5`; None if the option is left out. Raises a ValueError if
+    it is no such list."""
     if text is None:
         return None
     found: list[int] = []
@@ -200,11 +193,7 @@ def _pairs(heads: str | None) -> tuple[tuple[int, int], ...]:
 
 def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     """The arguments of `attention` that choose maps: what is asked for, or all maps if they hold
-    `most` numbers at most.
-
-    Raises:
-        ValueError: if what is asked for is larger than 512 MiB.
-    """
+    `most` numbers at most. Raises a ValueError if what is asked for is larger than 512 MiB."""
     config = config.get_text_config(decoder=True)
     rows = tokens if asked.queries is None else len(asked.queries)
     columns = tokens if asked.keys is None else asked.keys[1] - asked.keys[0]
@@ -288,20 +277,15 @@ def _show_layers(maps: "AttentionMaps", console: Console) -> None:
 
     rows, layers = [], len(maps.backends)
     together = -(-layers // LINES)
+    shown = {n: each for n, each in MEANS.items() if n != "learned sink" or maps.learned_sink.any()}
     for first in range(0, layers, together):
         some = slice(first, min(first + together, layers))
-        sink, learned, previous, own, distance, entropy = (
-            getattr(maps, name)[some].mean().item() for name in MEANS
-        )
-        cells = [ranges(range(some.start, some.stop)), f"{sink:4.0%} {bar(sink):<10}"]
-        cells += [f"{learned:.0%}", f"{previous:.0%}", f"{own:.0%}", f"{distance:.1f}"]
-        cells += [f"{entropy:.2f}", ", ".join(dict.fromkeys(maps.backends[some]))]
-        rows.append(cells)
-    heads = list(COLUMNS)
-    if not maps.learned_sink.any():
-        for line in (heads, *rows):
-            del line[COLUMNS.index("learned sink")]
-    tabulate(console, heads, rows)
+        means = [(getattr(maps, name)[some].mean().item(), form) for name, form in shown.values()]
+        cells = [f"{mean:{form}}" for mean, form in means]
+        cells[0] += f" {bar(means[0][0]):<10}"
+        kernels = ", ".join(dict.fromkeys(maps.backends[some]))
+        rows.append([ranges(range(some.start, some.stop)), *cells, kernels])
+    tabulate(console, ["layers", *shown, "kernel"], rows)
 
 
 def _show_heads(maps: "AttentionMaps", console: Console) -> None:

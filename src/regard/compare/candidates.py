@@ -177,12 +177,8 @@ USUAL = ("shipped", "int8", "k8v4", "k6v4", "k4v4", "latent-75", "latent-50")  #
 
 
 def evicted(share: float, score: str = "expected attention", format: str = "") -> Candidate:
-    """A row whose cache keeps a share of the tokens; in codes of a format if one is given.
-
-    Args:
-        share: of the tokens seen.
-        score: a name of `SCORES`.
-        format: of the rows that are kept, such as `"K8V4"`.
+    """A row whose cache keeps a share of the tokens seen, by a score of `SCORES`; in codes of a
+    format, such as `"K8V4"`, if one is given.
 
     Examples:
         >>> from regard.compare.candidates import evicted
@@ -218,12 +214,7 @@ def within(
     """The rows of a frontier whose caches have a share `budget` of the model's own bytes, or less.
 
     Each format is evicted to what is left of the budget; latents have the rank that it allows.
-
-    Args:
-        budget: a share in (0, 1).
-        layers: the sizes of the model's layers.
-        context: tokens.
-        dtype: of the checkpoint.
+    `dtype` is that of the checkpoint.
     """
     plain = bytes_of_caches(layers, storage_in(KVCache()), context=context, dtype=dtype)
     found = [CANDIDATES[0]]

@@ -152,12 +152,8 @@ def front(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def bootstrap(losses: Float[Tensor, "N T"], base: Float[Tensor, "N T"]) -> Ratio:
-    """The ratio of two perplexities of the same windows, and the 95 % interval of a bootstrap that
-    draws windows, both losses of one together.
-
-    Args:
-        losses: of each token of each window, in nats.
-        base: of the same tokens.
+    """The ratio of two perplexities of the same windows, from the losses of each token in nats, and
+    the 95 % interval of a bootstrap that draws windows, both losses of one together.
 
     Examples:
         >>> import torch

@@ -158,23 +158,15 @@ def _speed(tokens: float | None, ratio: Ratio | None) -> str:
 
 @dataclass
 class Sample:
-    """The measurements of one runner so far, window by window.
+    """The measurements of one runner so far, window by window."""
 
-    Attributes:
-        runner: what is measured.
-        bytes_per_token: of its caches, in the dtype in which it ran.
-        losses: of the windows' tokens.
-        decode_losses: of the last tokens of each window, given one at a time.
-        difference: of a logit from the unmodified model's, at most.
-        timings: of prefills and steps.
-    """
-
-    runner: Runner
-    bytes_per_token: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
+    runner: Runner  # what is measured
+    bytes_per_token: float = 0.0  # of its caches, in the dtype in which it ran
+    losses: list[Tensor] = field(default_factory=list)  # of the windows' tokens
+    # of the last tokens of each window, given one at a time
     decode_losses: list[Tensor] = field(default_factory=list)
-    difference: float = 0.0
-    timings: Timings = field(default_factory=Timings)
+    difference: float = 0.0  # of a logit from the unmodified model's, at most
+    timings: Timings = field(default_factory=Timings)  # of prefills and steps
 
     def read(self, window: Int[Tensor, " L"], wanted: Float[Tensor, "K V"]) -> None:
         """Prefill one window, compare its last logits with those that are wanted, and measure the

@@ -49,19 +49,11 @@ class Proof:
 def proved(
     model: Any, difference: float, window: Int[Tensor, " L"], wanted: Sequence[Float[Tensor, "K V"]]
 ) -> Proof:
-    """The proof that a difference between the model's logits and those under regard makes.
+    """The proof that a difference between the model's logits and those under regard, the largest of
+    all windows, makes. Raises a ValueError if it is more than rounding, naming the reason.
 
-    If it is more than rounding, the model's own forward runs again: its logits tell whether the
-    difference is due to regard.
-
-    Args:
-        model: a transformers model.
-        difference: the largest of all windows.
-        window: the last of them.
-        wanted: the model's own logits over the last tokens of each window.
-
-    Raises:
-        ValueError: if the logits differ by more than rounding, naming the reason.
+    Then the model's own forward runs again, over the last window: its logits tell whether the
+    difference is due to regard. `wanted` are its own logits over the last tokens of each window.
     """
     logit = max(float(largest(each)) for each in wanted)
     tolerance = ROUNDINGS * torch.finfo(model.dtype).eps / 2 * len(attention_modules(model)) * logit

@@ -28,14 +28,8 @@ def outside(model: nn.Module) -> int:
 
 
 def reasons(rows: Sequence[Row], context: int, dtype: str, others: int) -> Mapping[str, str]:
-    """The reason of each row whose decode speed differs from the first row's, where there is one.
-
-    Args:
-        rows: of a comparison; the speeds are ratios to the first that ran.
-        context: tokens in the caches.
-        dtype: of the model.
-        others: parameters of the model that are not of its attention.
-    """
+    """The reason of each row whose decode speed differs from the first row's, where there is one;
+    `others` are the parameters of the model that are not of its attention."""
     ran = [row for row in rows if row.perplexity is not None]
     found = {row.name: _reason(row, ran[0], context, dtype, others) for row in ran}
     return {name: reason for name, reason in found.items() if reason}

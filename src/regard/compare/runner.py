@@ -132,16 +132,9 @@ class Runner:
 class Runners:
     """A runner for each candidate, or the reason why the model cannot have that attention.
 
-    All conversions are made in one pass over the text, when the first of them is needed; those of
-    an earlier comparison are read from disk.
-
-    Args:
-        model: a transformers model.
-        shipped: its own attention layers.
-        candidates: the rows.
-        tokens: `[M, K]`, to calibrate on.
-        dtype: of the checkpoint.
-        rollback: tokens that can be taken back from windows.
+    All conversions are made in one pass over the text `[M, K]`, when the first of them is needed;
+    those of an earlier comparison are read from disk. `dtype` is that of the checkpoint; `rollback`
+    tokens can be taken back from windows.
     """
 
     def __init__(

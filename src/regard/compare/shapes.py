@@ -14,12 +14,8 @@ __all__ = ["bytes_of_caches", "shape_of", "storage_in", "storage_of"]
 
 
 def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> Storage | None:
-    """The storage of caches; None if `regard.plan` has no formula for it.
-
-    Args:
-        caches: of a model, one for each layer.
-        windows: of the layers; none of them has one if there are none.
-    """
+    """The storage of a model's caches, one for each layer, of which none has a window if there are
+    no `windows`; None if `regard.plan` has no formula for it."""
     found = set()
     for cache, window in zip(caches, windows or [None] * len(caches), strict=True):
         known = (KVCache, QuantizedCache) if window is None else (SlidingCache, QuantizedWindow)
@@ -40,14 +36,8 @@ def storage_in(cache: Any) -> Storage:
 def bytes_of_caches(
     layers: Sequence[LayerShape], storage: Storage, *, context: int, dtype: str
 ) -> int:
-    """Bytes in the caches of all layers, as `regard.plan` counts them.
-
-    Args:
-        layers: of a model.
-        storage: of their caches.
-        context: tokens.
-        dtype: of numbers that are not codes.
-    """
+    """Bytes in the caches of all layers of a model, as `regard.plan` counts them; `dtype` is that
+    of numbers that are not codes."""
     work = Workload(context=context, dtype=dtype)
     counts = Counter(layers).items()
     return sum(cache_bytes(layer, storage, work) * count for layer, count in counts)

@@ -167,7 +167,7 @@ class _Calibration:
     _gradients: tuple[nn.Module, Tensor] | None = None
 
     def maker(self, target: Target) -> Callable[[Step], nn.Module]:
-        """The function that converts one layer, after choosing what all layers share."""
+        """Choose the ranks or frequencies of all layers; return the function that converts one."""
         if target.kind == "heads":
             return lambda step: (
                 regroup(

@@ -15,7 +15,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.recipe import Recipe
-from regard.convert.measuring import dtype_name, measure, measure_speeds
+from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
@@ -33,38 +33,25 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """The options of a conversion; texts are given by name.
+    """The options of a conversion, which is computed in float32; texts are given by name."""
 
-    Args:
-        model: a folder or a GGUF file.
-        to: `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget.
-        out: the folder to write.
-        form, portable, budget: see `target_of`.
-        by_layer: whether the latents' ranks differ by layer.
-        calibrate: texts to calibrate on, besides those of `heal`; `own_texts` if there are none.
-        heal: texts to heal on, by distillation from the original; no healing if there are none.
-        minutes: of healing.
-        held_out: texts to measure on, besides a half of Python's reference.
-        low_memory: whether weights stay on disk, except those of the present layer.
-        dtype: of the weights that are written; the checkpoint's own if None. The conversion is
-            computed in float32 in any case.
-        device: where it is computed.
-    """
-
-    model: Path
-    to: str
-    out: Path
-    form: Form | None = None
+    model: Path  # a folder or a GGUF file
+    to: str  # `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget
+    out: Path  # the folder to write
+    form: Form | None = None  # this and the next two: see `target_of`
     portable: bool = False
     budget: float | None = None
-    by_layer: bool = False
+    by_layer: bool = False  # whether the latents' ranks differ by layer
+    # texts to calibrate on, besides those of `heal`; `own_texts` if there are none
     calibrate: Mapping[str, str] = field(default_factory=dict)
+    # texts to heal on, by distillation from the original; no healing if there are none
     heal: Mapping[str, str] = field(default_factory=dict)
-    minutes: float = 30.0
+    minutes: float = 30.0  # of healing
+    # texts to measure on, besides a half of Python's reference
     held_out: Mapping[str, str] = field(default_factory=dict)
-    low_memory: bool = False
-    dtype: torch.dtype | None = None
-    device: str = "cpu"
+    low_memory: bool = False  # whether weights stay on disk, except those of the present layer
+    dtype: torch.dtype | None = None  # of the weights that are written; None: the checkpoint's own
+    device: str = "cpu"  # where it is computed
 
 
 def run_job(
@@ -72,11 +59,9 @@ def run_job(
 ) -> Report:
     """Convert the model, save it in a new folder, and return the report.
 
-    Raises:
-        FileExistsError, FileNotFoundError: if `out` cannot be written, before any work.
-        CheckpointError: if the model is not a sound checkpoint.
-        ValueError: if the model cannot be converted to that, before its weights are read; if a text
-            is too short, before any work.
+    Before any work, a FileExistsError or FileNotFoundError is raised if `out` cannot be written,
+    and a ValueError if a text is too short; before weights are read, a CheckpointError if the model
+    is not a sound checkpoint, and a ValueError if it cannot be converted to that.
     """
     started = time.perf_counter()
     check_free(job.out)
@@ -94,10 +79,7 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
-    unhealed, healing = None, None
-    if texts.healing is not None:
-        unhealed = measure(made, texts.measured, dtype)
-        healing = _healed(job, made, texts.healing, recipe, progress)
+    unhealed, healing = _healed(job, made, texts, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
     after = measure(made, texts.measured, dtype)
@@ -111,7 +93,7 @@ def run_job(
         calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
         calibration_tokens=texts.calibration.numel(),
         before=replace(before, **speeds[0]),
-        after=replace(after, **speeds[-1]),
+        after=replace(after, **speeds[1]),
         dtype=dtype_name(dtype),
         layers=tuple(converted.report),
         healing=healing,
@@ -128,11 +110,8 @@ def run_job(
 @torch.no_grad()
 def round_weights(model: Any, dtype: torch.dtype) -> None:
     """Round the weights to a dtype, in place and without changing their own: what is measured then
-    is what is written. Weights on disk are left alone.
-
-    Raises:
-        ValueError: if a weight is too large for the dtype.
-    """
+    is what is written. Weights on disk are left alone. Raises a ValueError if a weight is too large
+    for the dtype."""
     for name, weight in model.named_parameters():
         if weight.is_meta or weight.dtype == dtype:
             continue
@@ -210,14 +189,23 @@ def _placed(job: Job, model: Any, converted: Converted) -> Any:
 
 
 def _healed(
-    job: Job, student: Any, windows: Tensor, recipe: Recipe | None, progress: Progress
-) -> Healed:
+    job: Job,
+    made: Any,
+    texts: _Texts,
+    dtype: torch.dtype,
+    recipe: Recipe | None,
+    progress: Progress,
+) -> tuple[Measured | None, Healed | None]:
+    """Measure the converted model, and heal it; None twice if the job has no texts to heal on."""
+    if texts.healing is None:
+        return None, None
+    unhealed = measure(made, texts.measured, dtype)
     recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
-    return heal(
-        student, teacher, windows,
+    return unhealed, heal(
+        made, teacher, texts.healing,
         minutes=job.minutes, recipe=recipe, state=_state(job), progress=progress,
     )  # fmt: skip
 

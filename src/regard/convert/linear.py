@@ -31,11 +31,8 @@ def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = N
 
 
 def weight_and_bias(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """The parameters of a plain linear layer, read from disk if they are offloaded.
-
-    Raises:
-        ValueError: if it does more than multiply and add: adapters, quantised layers, hooks.
-    """
+    """The parameters of a plain linear layer, read from disk if they are offloaded. Raises a
+    ValueError if it does more than multiply and add: adapters, quantised layers, hooks."""
     linear = module.get_submodule(name)
     objection = None if only_offloaded(linear) else matrix_objection(linear)
     if objection is not None:

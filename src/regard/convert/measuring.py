@@ -191,12 +191,6 @@ def _filled(model: Any, tokens: Int[Tensor, "1 L"]) -> Any:
     return cache
 
 
-@torch.no_grad()
-def loss_of(model: Any, window: Int[Tensor, " L"]) -> float:
-    """The mean loss over a window, in nats a token."""
-    return float(losses_of(model, hidden_states(model, window[None])[0], window).mean())
-
-
 def ratio(after: Mapping[str, float], before: Mapping[str, float]) -> float:
     """The geometric mean over texts of one perplexity divided by another."""
     logs = [math.log(after[name] / before[name]) for name in after]

@@ -23,13 +23,9 @@ SHARD = "5GB"  # largest file of weights, as transformers 4 writes them
 
 
 def check_free(out: str | Path) -> Path:
-    """The absolute path, if `save` can write there; to be called before the work.
-
-    Raises:
-        FileExistsError: if the path exists and is not an empty folder.
-        FileNotFoundError: if its parent folder is missing.
-        OSError: if its parent folder cannot be written.
-    """
+    """The absolute path, if `save` can write there; to be called before the work. Raises a
+    FileExistsError if it is there and not an empty folder, a FileNotFoundError if its parent folder
+    is missing, an OSError if that cannot be written."""
     out = Path(out).absolute()
     if out.is_symlink() or out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty; give another folder, or remove it")

@@ -34,9 +34,8 @@ MEANT = {  # patterns of names that other commands have, or that are often writt
 }
 NAMES = ("mha", "mqa", "gqa:2", "latent-50", "deepseek-50", "portable-50", "mla:128")
 OF_CACHES = r"shipped|int8|int4|k\dv\d"  # names of rows of compare that no checkpoint can have
-SHARES: dict[
-    str, tuple[Form, bool]
-] = {  # the rows of `regard compare` by the beginnings of their names: form, and portable
+# the rows of `regard compare` by the beginnings of their names: form, and portable
+SHARES: dict[str, tuple[Form, bool]] = {
     "latent": ("exact-rope", False),
     "deepseek": ("deepseek", False),
     "portable": ("deepseek", True),
@@ -82,8 +81,8 @@ class Target:
         """The name of this attention in the tables of `regard compare`."""
         if self.kind == "heads":
             return str(self)
-        portable = ", portable" if self.portable else ""
-        return {"exact-rope": "joint latent", "deepseek": "DeepSeek's MLA"}[self.kind] + portable
+        named = "joint latent" if self.kind == "exact-rope" else FORMS[self.kind]
+        return f"{named}, portable" if self.portable else named
 
     def __str__(self) -> str:
         if self.kind == "heads":

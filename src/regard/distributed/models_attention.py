@@ -28,15 +28,10 @@ _HELD = "_call_of_regard"  # attribute of the stand-in of a mask: the call it be
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """The arguments that all attention modules share in one call of a model.
+    """The arguments that all attention modules share in one call of a model."""
 
-    Args:
-        plan: which ranks hold the sequence, and how its keys and values travel.
-        call: the mask of this batch (padding, documents), the shards, this rank's positions.
-    """
-
-    plan: ContextParallel
-    call: Call
+    plan: ContextParallel  # which ranks hold the sequence, and how its keys and values travel
+    call: Call  # the mask of this batch (padding, documents), the shards, this rank's positions
     masks: dict[Mask, Mask] = field(default_factory=dict)
 
     def with_pattern(self, pattern: Mask) -> Mask:

@@ -77,11 +77,8 @@ def _widths_of(module: Any) -> tuple[int, int]:
 
 
 def sharded_modules(model: Any, ranks: Ranks) -> list[tuple[nn.Module, Mask]]:
-    """The attention modules of a model that shards can run.
-
-    Raises:
-        ValueError: if there is none, or the model needs something that shards do not have.
-    """
+    """The attention modules of a model that shards can run. Raises a ValueError if there is none,
+    or the model needs something that shards do not have."""
     found = find(model)
     if found.unknown or not found.known:
         raise ValueError(f"{unknown_attention(model, found)}; there is no context parallel for it")
@@ -167,9 +164,8 @@ def complete_arguments(
 ) -> dict[str, Any]:
     """The arguments of a call of a context-parallel model, by name, as its own forward takes them.
 
-    Raises:
-        TypeError, ValueError: on every rank, if an argument of one has no meaning on shards, or the
-            arguments of the ranks are not shards of one sequence.
+    A TypeError or ValueError is raised, on every rank, if an argument of one has no meaning on
+    shards, or the arguments of the ranks are not shards of one sequence.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **given}
@@ -243,11 +239,8 @@ def _refusal(plan: ContextParallel, model: Any, given: Mapping[str, Any]) -> Exc
 def _agreed(
     plan: ContextParallel, given: Mapping[str, Any], refusal: Exception | None
 ) -> tuple[Shards, int]:
-    """The shards of the sequence whose tokens the ranks have, and how many labels all have.
-
-    Raises:
-        ValueError: on every rank, if they are not those of one sequence, or one rank refuses.
-    """
+    """The shards of the sequence whose tokens the ranks have, and how many labels all have. Raises
+    a ValueError, on every rank, if they are not those of one sequence, or one rank refuses."""
     facts: dict[str, int | str] = {}
     length = labels = 0
     if refusal is None:

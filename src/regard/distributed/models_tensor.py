@@ -25,6 +25,7 @@ from regard.distributed.tensor.layers import (
     kind_of,
     latent_styles,
     objection,
+    projection_styles,
     split_styles,
 )
 from regard.distributed.tensor.linear import CopiedInput, LocalForward, SplitLinear
@@ -172,14 +173,8 @@ def _of_children(styles: Styles) -> Styles:
 
 
 def _styles_of_heads(module: Any, of: Separate, place: Placing, head_dim: int) -> Styles:
-    rows = place.linear(SplitLinear, place.kv_heads(head_dim))
     (output,) = (name for name in OUTPUTS if hasattr(module, name))
-    styles: Styles = {
-        of.q: place.linear(SplitLinear, place.heads(head_dim)),
-        of.k: rows,
-        of.v: rows,
-        output: place.output(head_dim),
-    }
+    styles = projection_styles(place, head_dim, (of.q, of.k, of.v, output))
     if of.norm is not None:
         norm = place.whole(LocalForward, summed=True)
         styles |= {"q_norm": norm, "k_norm": norm}

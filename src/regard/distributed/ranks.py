@@ -46,18 +46,22 @@ class RankError(RuntimeError):
         self.step, self.ranks = step, tuple(ranks)
 
 
-def failure(ranks: "Ranks", step: str, others: Collection[int], error: Exception) -> RankError:
-    """The error for a failed message of `step` with other ranks, by their numbers in the mesh."""
-    numbers = [ranks.members[other] for other in sorted(others)]
-    names = ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
-    reason = str(error).strip().partition("\n")[0]
-    return RankError(
-        f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
-        "sending another size; every rank makes the same calls in the same order "
-        f"({reason[:300]})",
-        step,
-        numbers,
-    )
+@contextmanager
+def answering(ranks: "Ranks", step: str, others: Collection[int]) -> Iterator[None]:
+    """A block that waits for messages of `step` with other ranks, by their numbers in the mesh."""
+    try:
+        yield
+    except RuntimeError as error:
+        numbers = [ranks.members[other] for other in sorted(others)]
+        names = ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+        reason = str(error).strip().partition("\n")[0]
+        raise RankError(
+            f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
+            "sending another size; every rank makes the same calls in the same order "
+            f"({reason[:300]})",
+            step,
+            numbers,
+        ) from error
 
 
 @dataclass(eq=False)
@@ -107,32 +111,24 @@ class Pending(NamedTuple):
     ranks: "Ranks"
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        Raises:
-            RankError: if a rank does not answer within the time-out of the process group.
-        """
+        """Wait for all messages. Raises a RankError if a rank does not answer within the time-out
+        of the process group."""
         timeout = self.ranks.timeout
         for others, message in self.messages:
-            try:
+            with answering(self.ranks, self.step, others):
                 _wait(message, timeout)
-            except RuntimeError as error:
-                raise failure(self.ranks, self.step, others, error) from error
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
     """The ranks of a mesh of one dimension.
 
-    Args:
-        mesh: of one dimension; for another, `mesh["name"]` has one.
-
     Raises:
         TypeError: if it is no mesh.
         ValueError: if it has several dimensions, this rank is not in it, or it has one rank.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # of one dimension; for another, `mesh["name"]` has one
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
@@ -190,19 +186,14 @@ class Ranks:
     def exchange(
         self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], step: str
     ) -> Pending:
-        """Send tensors to some ranks and receive tensors from some; neither waits.
+        """Send tensors to some ranks and receive tensors from some, by their numbers in the mesh;
+        neither waits.
 
         A message is received only under the step that it was sent under, and in the size that is
         expected: ranks that do not agree about them run into the time-out. (NCCL has no tags, and
-        leaves that to the sizes.)
-
-        Args:
-            send: what each rank gets, by its number in the mesh. Must not change until `wait`.
-            receive: tensors to write to, contiguous, by the rank that they come from.
-            step: the content of the message, in the same words on both sides; numbers may differ.
-
-        Raises:
-            RankError: if a rank has ended.
+        leaves that to the sizes.) `step` is the content of the message, in the same words on both
+        sides; numbers may differ. Tensors to be sent must not change until `wait`; those to write
+        to are contiguous. A RankError is raised if a rank has ended.
         """
         sends = {to: x.detach().contiguous() for to, x in send.items() if x.numel()}
         receives = {source: x.detach() for source, x in receive.items() if x.numel()}
@@ -226,26 +217,18 @@ class Ranks:
                 dist.P2POp(run, x, group=group, tag=_tag(step, x), group_peer=other)
                 for run, other, x in messages
             ]
-            try:
+            with answering(self, step, others):
                 return [(others, work) for work in dist.batch_isend_irecv(batch)]
-            except RuntimeError as error:
-                raise failure(self, step, others, error) from error
         launched: list[tuple[Collection[int], Any]] = []
         for run, other, x in messages:
             end = "group_dst" if run is dist.isend else "group_src"
-            try:
-                work = run(x, group=group, tag=_tag(step, x), **{end: other})
-            except RuntimeError as error:
-                raise failure(self, step, [other], error) from error
-            launched.append(([other], work))
+            with answering(self, step, [other]):
+                launched.append(([other], run(x, group=group, tag=_tag(step, x), **{end: other})))
         return launched
 
     def all_gather(self, x: Tensor, step: str) -> list[Tensor]:
-        """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself.
-
-        Raises:
-            RankError: if a rank does not answer within the time-out of the process group.
-        """
+        """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself. Raises
+        a RankError if a rank does not answer within the time-out of the process group."""
         own = x.detach().contiguous()
         pieces = {other: torch.empty_like(own) for other in self.others()}
         self.exchange(dict.fromkeys(pieces, own), pieces, step).wait()
@@ -253,19 +236,13 @@ class Ranks:
 
     def all_reduce(self, x: Tensor, step: str) -> Tensor:
         """The sum of this tensor over all ranks, a new tensor. Sums in half precision are added up
-        in float32.
-
-        Raises:
-            RankError: if a rank does not answer within the time-out of the process group.
-        """
+        in float32. Raises as `all_gather`."""
         dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
         total = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self._assert_place(total, step)
         self._count(step, sum_bytes(total.nbytes, self.size))
-        try:
+        with answering(self, step, self.others()):
             _wait(dist.all_reduce(total, group=self.group, async_op=True), self.timeout)
-        except RuntimeError as error:
-            raise failure(self, step, self.others(), error) from error
         return total.to(x.dtype)
 
     def __iter__(self) -> Iterator[int]:

@@ -98,11 +98,8 @@ class Shards:
 
 
 def shards_of(lengths: list[int], layout: Layout) -> Shards:
-    """The shards of the sequence of which the ranks have so many tokens each.
-
-    Raises:
-        ValueError: if the numbers do not follow from the layout.
-    """
+    """The shards of the sequence of which the ranks have so many tokens each. Raises a ValueError
+    if the numbers do not follow from the layout."""
     shards = Shards(sum(lengths), len(lengths), layout)
     if lengths != list(shards.lengths):
         raise ValueError(

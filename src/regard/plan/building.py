@@ -44,17 +44,11 @@ UNKNOWN = "a description without knowing it would be a guess"
 def describe_config(
     values: Mapping[str, Any], file: Path, name: str, weight_bytes: int | None, inside: str = ""
 ) -> ModelShape:
-    """The shapes of the layers that transformers builds from a configuration.
+    """The shapes of the layers that transformers builds from a configuration: that of config.json,
+    or of the model that a converted one was made from, which stands `inside` a file.
 
-    Args:
-        values: of config.json, or of the model that a converted one was made from.
-        file: named in errors.
-        name: of the model.
-        weight_bytes: of its files of weights.
-        inside: where `values` stand in the file.
-
-    Raises:
-        CheckpointError: naming the entry, or with the reason of transformers.
+    `name` is that of the model, `weight_bytes` the size of its files of weights. Raises a
+    CheckpointError that names the entry, or has the reason of transformers.
     """
     dtype, remarks = _dtype(values, file, inside)
     architecture, kind = _architecture(values, file, inside)
@@ -151,11 +145,8 @@ def _errors(file: Path, what: str) -> Iterator[None]:
 
 
 def _built(text: Any) -> nn.Module:
-    """The text model on the meta device.
-
-    Raises:
-        ValueError: if it is no model of text, or has too many modules.
-    """
+    """The text model on the meta device. Raises a ValueError if it is no model of text, or has too
+    many modules."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
     of_text = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) in MODEL_FOR_MASKED_LM_MAPPING

@@ -13,10 +13,7 @@ FIRST_CAPACITY = 256  # tokens of the first buffers of KVCache and SlidingCache
 
 def token_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     """Bytes of one token of one row in the cache that a layer reads; of pages, in one of codes.
-
-    Raises:
-        ValueError: for linear attention, which stores no tokens.
-    """
+    Raises a ValueError for linear attention, which stores no tokens."""
     if layer.kind == "linear":
         raise ValueError("linear attention stores a state and no tokens; use cache_bytes")
     return _tokens_bytes(layer, storage, work, 1)

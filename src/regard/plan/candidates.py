@@ -15,16 +15,11 @@ Change = Callable[[LayerShape], LayerShape]
 
 @dataclass(frozen=True)
 class Choice:
-    """An attention that every layer of a model could have.
+    """An attention that every layer of a model could have."""
 
-    Args:
-        key: as users write it.
-        name: as readers know it.
-        layers: of the model with it, in order; windows, chunks and shared keys stay.
-    """
-
-    key: str
-    name: str
+    key: str  # as users write it
+    name: str  # as readers know it
+    # of the model with it, in order; windows, chunks and shared keys stay
     layers: tuple[LayerShape, ...]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from regard.hf.loading.descriptions import layer_from
-from regard.hf.loading.latent_layers import ENTRIES, FORMAT
+from regard.hf.loading.latent_layers import ENTRIES, FORMAT, MODEL_TYPE
 from regard.hf.loading.untrusted import check_config, check_files, read_json, refused
 from regard.hf.packages import require
 from regard.plan.building import describe_config
@@ -16,7 +16,6 @@ from regard.plan.modules import shape_of
 from regard.plan.shapes import ModelShape
 
 CONFIG = "config.json"
-OWN = "regard"  # the model_type of what regard.convert.save writes
 
 
 def describe(path: str | Path) -> ModelShape:
@@ -64,7 +63,7 @@ def describe(path: str | Path) -> ModelShape:
     values, name = read_json(file), file.parent.resolve().name
     check_config(values, file)
     weight_bytes = _bytes_of_weights(path) if in_folder else None
-    read = _describe_converted if values.get("model_type") == OWN else describe_config
+    read = _describe_converted if values.get("model_type") == MODEL_TYPE else describe_config
     return read(values, file, name, weight_bytes)
 
 
@@ -99,7 +98,7 @@ def _describe_converted(
             rule = f"layers must have the base's hidden_size={model.hidden_size}"
             raise refused(file, rule, layer.hidden_size)
     remarks = (f"Converted from {model.architecture}; regard.hf.load runs it.",)
-    return replace(model, architecture=OWN, layers=layers, remarks=remarks)
+    return replace(model, architecture=MODEL_TYPE, layers=layers, remarks=remarks)
 
 
 def _describe_gguf(file: Path) -> ModelShape:

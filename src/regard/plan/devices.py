@@ -17,22 +17,15 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Device:
-    """The rates of a device, by its data sheet or as measured.
+    """The rates of a device, by its data sheet or as measured."""
 
-    Args:
-        name: in full.
-        memory_bandwidth: bytes a second.
-        flops: operations a second of dense matrix products, by dtype; of a dtype that is not
-            there no time is stated.
-        memory_bytes: of its memory; None if that is not fixed by its name.
-        source: the document that states it, or how it was measured.
-    """
-
-    name: str
-    memory_bandwidth: float
+    name: str  # in full
+    memory_bandwidth: float  # bytes a second
+    # operations a second of dense matrix products, by dtype; of a dtype that is not there no time
+    # is stated
     flops: Mapping[str, float]
-    memory_bytes: int | None
-    source: str
+    memory_bytes: int | None  # of its memory; None if that is not fixed by its name
+    source: str  # the document that states it, or how it was measured
 
 
 _MAKERS = {"nvidia", "geforce", "tesla", "amd", "instinct", "intel"}  # left out of keys
@@ -58,16 +51,8 @@ DEVICES: Mapping[str, Device] = {_key(sheet.name): _gpu(sheet) for sheet in (*DA
 
 
 def device_of(key: str) -> Device:
-    """The device of this key; `"this"` is this machine.
-
-    Raises:
-        ValueError: if there is no such device.
-
-    Examples:
-        >>> from regard.plan.devices import device_of
-        >>> device_of("h100").memory_bandwidth
-        3350000000000.0
-    """
+    """The device of this key; `"this"` is this machine. Raises a ValueError if there is no such
+    device."""
     if key == THIS:
         return this_machine()
     found = DEVICES.get(_key(key))
@@ -100,22 +85,11 @@ def this_machine() -> Device:
 def roofline_seconds(
     flops: float | int, moved: float | int, device: Device, dtype: str
 ) -> tuple[float, str]:
-    """The least time of some work, and what bounds it.
+    """The least time of some work in seconds, and what bounds it: `"memory"` or `"compute"`.
 
     The larger of `flops` at the device's rate and `moved` bytes at its bandwidth: the roofline
-    (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785).
-
-    Args:
-        flops: floating-point operations.
-        moved: bytes read and written.
-        device: of `DEVICES`, or `this_machine()`.
-        dtype: of the products.
-
-    Returns:
-        Seconds, and `"memory"` or `"compute"`.
-
-    Raises:
-        ValueError: if no rate of the device is known for the dtype.
+    (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785). A ValueError is raised if
+    no rate of the device is known for the dtype of the products.
 
     Examples:
         >>> from regard.plan.devices import device_of, roofline_seconds

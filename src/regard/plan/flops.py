@@ -45,11 +45,8 @@ def visible_decode_flops(layer: LayerShape, work: Workload, form: Form = "absorb
 
 
 def visible_pairs(layer: LayerShape, context: int) -> int:
-    """The number of queries and keys of a prefill that the mask leaves visible, of one head.
-
-    Raises:
-        ValueError: for a window and chunks together, or one of them in a layer that is not causal.
-    """
+    """The number of queries and keys of a prefill that the mask leaves visible, of one head. Raises
+    a ValueError for a window and chunks together, or one of them in a layer that is not causal."""
     limited = layer.window is not None or layer.chunk is not None
     if layer.window is not None and layer.chunk is not None:
         raise ValueError("visible pairs are known of a window or of chunks, not of both in a layer")

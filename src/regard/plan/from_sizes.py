@@ -39,25 +39,21 @@ def model_from_sizes(
     for name, value in given.items():
         most = 10**12 if name == "window" else 10**6  # larger numbers are taken for errors
         check_whole(name, value, int(name != "qk_rope_head_dim"), most)
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"num_heads={num_heads} does not divide hidden_size={hidden_size}; give head_dim"
-        )
     width, kv_heads = head_dim or hidden_size // num_heads, num_kv_heads or num_heads
     rotary = width if qk_rope_head_dim is None else qk_rope_head_dim
-    if num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={num_heads}")
-    if rotary > width:
-        raise ValueError(f"qk_rope_head_dim={rotary} is more than head_dim={width}")
-    if kv_lora_rank is None and q_lora_rank is not None:
-        raise ValueError("q_lora_rank is of MLA; give kv_lora_rank, too")
-    if kv_lora_rank is not None and qk_rope_head_dim is None:
-        raise ValueError("MLA needs qk_rope_head_dim, the channels of its rotary key")
-    if kv_lora_rank is not None and kv_heads != num_heads:
-        raise ValueError("MLA has a key for every query head; leave num_kv_heads out")
-    values = width if kv_lora_rank is None else width - rotary
+    latent, whole = kv_lora_rank is not None, f"does not divide hidden_size={hidden_size}"
+    for wrong, why in (
+        (dtype not in DTYPE_BYTES, f"dtype={dtype!r} is not one of {', '.join(DTYPE_BYTES)}"),
+        (not head_dim and hidden_size % num_heads, f"num_heads={num_heads} {whole}; give head_dim"),
+        (num_heads % kv_heads, f"num_kv_heads={kv_heads} does not divide num_heads={num_heads}"),
+        (rotary > width, f"qk_rope_head_dim={rotary} is more than head_dim={width}"),
+        (not latent and q_lora_rank, "q_lora_rank is of MLA; give kv_lora_rank, too"),
+        (latent and qk_rope_head_dim is None, "MLA needs qk_rope_head_dim, the rotary channels"),
+        (latent and kv_heads != num_heads, "MLA has a key for each head; leave num_kv_heads out"),
+    ):
+        if wrong:
+            raise ValueError(why)
+    values = width - rotary if latent else width
     layer = LayerShape(
         hidden_size=hidden_size,
         num_heads=num_heads,

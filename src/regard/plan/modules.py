@@ -50,14 +50,8 @@ WINDOWS_ROTATE = {  # of models with windows, these rotate in layers with a wind
 
 
 def shape_of(layer: Any) -> LayerShape:
-    """The sizes of a layer of regard.
-
-    Args:
-        layer: `Attention`, `LatentKVAttention`, `MultiHeadLatentAttention`, `SharedKVAttention` or
-            `TiedKVAttention`.
-
-    Raises:
-        TypeError: for another one, such as `DifferentialAttention`.
+    """The sizes of a layer of regard. Raises a TypeError for one whose class is not in `KNOWN`,
+    such as `DifferentialAttention`.
 
     Examples:
         >>> from regard import Causal, MultiHeadLatentAttention, Rotary
@@ -124,17 +118,12 @@ def _own_gate(layer: Any) -> Literal["head", "channel"] | None:
 def shape_of_module(
     module: nn.Module, config: Any, kind: str, *, rotates: bool, keys_of: int | None
 ) -> LayerShape:
-    """The shape of an attention module of transformers, or of what stands in its place.
+    """The shape of an attention module of transformers, or of what stands in its place, on any
+    device.
 
-    Args:
-        module: of one layer, on any device.
-        config: of the model's text.
-        kind: of the layer, as in `layer_types`; `""` if the configuration has none.
-        rotates: whether the model computes angles for RoPE.
-        keys_of: the layer whose keys and values this one uses.
-
-    Raises:
-        ValueError: in a sentence, if sizes do not follow from the module.
+    `config` is that of the model's text, `kind` that of the layer, as in `layer_types`, or `""`;
+    `rotates` tells whether the model computes angles for RoPE, and `keys_of` the layer whose keys
+    and values this one uses. A ValueError is raised if sizes do not follow from the module.
     """
     inner: Any = dict(module.named_children()).get("self", module)  # BERT's, without its output
     if (state := _state(inner)) is not None:
@@ -209,15 +198,10 @@ def _head_sizes(module: Any, family: Family) -> dict[str, int]:
 
 def _latent_sizes(module: Any, heads: int) -> dict[str, Any]:
     """The sizes of MLA, which have the same names in regard and in transformers."""
-    return {
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": module.qk_nope_head_dim + module.qk_rope_head_dim,
-        "v_head_dim": module.v_head_dim,
-        "kv_lora_rank": module.kv_lora_rank,
-        "q_lora_rank": module.q_lora_rank,
-        "qk_rope_head_dim": module.qk_rope_head_dim,
-    }
+    width = module.qk_nope_head_dim + module.qk_rope_head_dim
+    same = ("v_head_dim", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
+    own = {name: getattr(module, name) for name in same}
+    return {"num_heads": heads, "num_kv_heads": heads, "head_dim": width, **own}
 
 
 def _state(module: Any) -> dict[str, Any] | None:

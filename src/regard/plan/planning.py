@@ -31,18 +31,13 @@ UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 
 @dataclass(frozen=True)
 class Duration:
-    """The least time that a device needs for some work.
+    """The least time that a device needs for some work."""
 
-    Args:
-        device: its key in `regard.plan.devices.DEVICES`, or `"this"`.
-        seconds: summed over layers, of each the larger of two times: its operations at the
-            device's rate, its bytes at the device's bandwidth.
-        bound: `"memory"` or `"compute"`: which of the two most of the time is.
-    """
-
-    device: str
+    device: str  # its key in `regard.plan.devices.DEVICES`, or `"this"`
+    # summed over layers, of each the larger of two times: its operations at the device's rate, its
+    # bytes at the device's bandwidth
     seconds: float
-    bound: str
+    bound: str  # `"memory"` or `"compute"`: which of the two most of the time is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,15 +230,8 @@ def plan(
 
 
 def largest(taken: Callable[[int], int], memory: int, most: int = MOST["context"]) -> int | None:
-    """The largest whole number whose bytes fit the memory, by bisection.
-
-    Args:
-        taken: bytes of a number; they never fall when it grows.
-        memory: bytes.
-        most: where the search ends.
-
-    Returns:
-        0 if 1 does not fit; None if `most` fits.
+    """The largest whole number whose bytes, which never fall when it grows, fit the memory, by
+    bisection; 0 if 1 does not fit, None if `most` fits.
 
     Examples:
         >>> from regard.plan.planning import largest

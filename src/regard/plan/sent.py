@@ -5,9 +5,9 @@ them. `rank` is the sender's number among those that share the tokens. A ValueEr
 linear attention, and for a window or chunks of a layer that is not causal.
 
 Tokens are sent to the ranks of which some query may attend to them, each once
-(`regard.distributed.context`). The sequence is cut into pieces of nearly one length; a rank holds
-one, or, where the work must be balanced, of twice as many the pieces `rank` and `2 cp - 1 - rank`
-(`regard.distributed.Shards`).
+(`regard.distributed.context`). The sequence is cut into `cp` pieces of nearly one length, one for
+each rank; or, where the work must be balanced, into `2 cp` pieces, of which a rank holds the pieces
+`rank` and `2 cp - 1 - rank` (`regard.distributed.Shards`).
 """
 
 from collections import Counter

@@ -167,14 +167,9 @@ USUAL = ("plain", "int8", "K8V4", "K6V4", "int4")  # K8V8 has the bytes of int8
 
 
 def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage, ...]:
-    """The storages of these names; the usual ones if there are none.
-
-    Args:
-        names: of `STORAGES`, in upper or lower case; those of `UNCHANGED` are plain.
-        page_size: tokens of a page; 0 for caches that are not in pages.
-
-    Raises:
-        ValueError: if a name is not known, or pages have no such format.
+    """The storages of these names of `STORAGES`, in upper or lower case, those of `UNCHANGED` being
+    plain; the usual ones if there are none. Raises a ValueError if a name is not known, or pages
+    have no such format.
 
     Examples:
         >>> from regard.plan.shapes import storages_of
@@ -198,13 +193,6 @@ class Workload:
     up (`regard.distributed.tensor_parallel`). A latent is on every rank. With `cp` ranks of context
     parallelism a rank has its share of the tokens, rounded up.
 
-    Args:
-        context: tokens in the cache, or of the prefill.
-        batch: rows.
-        dtype: of the cache, the weights and the hidden states; a key of `DTYPE_BYTES`.
-        tp: ranks of tensor parallelism.
-        cp: ranks of context parallelism.
-
     Raises:
         ValueError: if a number is not a whole one in its range, or the dtype is not known.
 
@@ -215,11 +203,12 @@ class Workload:
         (13, 2)
     """
 
-    context: int
-    batch: int = 1
+    context: int  # tokens in the cache, or of the prefill
+    batch: int = 1  # rows
+    # of the cache, the weights and the hidden states; a key of `DTYPE_BYTES`
     dtype: str = "float32"
-    tp: int = 1
-    cp: int = 1
+    tp: int = 1  # ranks of tensor parallelism
+    cp: int = 1  # ranks of context parallelism
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:

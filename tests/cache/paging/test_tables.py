@@ -8,7 +8,7 @@ import torch
 
 from regard import PagedCache, PagePool
 from regard.cache.paging.pages import Slab
-from regard.cache.paging.tables import Tables, cost_of_selection, pages_of
+from regard.cache.paging.tables import Tables, pages_of, select
 
 X = torch.randn(3, 2, 20, 8)
 
@@ -203,7 +203,7 @@ def test_the_cost_of_a_change_is_what_it_takes_and_frees():
     assert (cost.copies, cost.freed) == (2, 2)  # of each row a sealed page, and the open one
     fork.truncate(6)
     assert pool.pages_in_use == before
-    cost = cost_of_selection(fork.rows, [1, 1, 1])
+    cost = select(fork.rows, [1, 1, 1])
     assert (cost.copies, cost.freed) == (2, 1)
     fork.reorder(torch.tensor([1, 1, 1]))
     assert pool.pages_in_use == before + 1

@@ -13,21 +13,16 @@ from regard.cache.paging.pages import Page, PageTable, Slab
 
 
 class Append(NamedTuple):
-    """The pages that rows of these lengths need for `added` more tokens.
-
-    Attributes:
-        slabs: of the new pages of each row, in order.
-        full: the number of the page of each row that codes replace, as it was open and is full.
-        needed: the slabs of all pages to take.
-    """
+    """The pages that rows of these lengths need for `added` more tokens."""
 
     kind: Kind
     page_size: int
     lengths: list[int]
     added: int
-    slabs: list[list[Slab]]
+    slabs: list[list[Slab]]  # of the new pages of each row, in order
+    # the number of the page of each row that codes replace, as it was open and is full
     full: list[int | None]
-    needed: list[Slab]
+    needed: list[Slab]  # the slabs of all pages to take
 
     @property
     def stores_codes(self) -> bool:

@@ -45,13 +45,10 @@ class Group(NamedTuple):
 
 
 class Numbered:
-    """Pages with a number each, for a file.
+    """Pages of a memory with a number each, for a file; one may be given several times.
 
-    Args:
-        memory: of the pages.
-        pages: in any order; one may come several times.
-        empty: the kind of a cache that has rows, and may have no page: it is stored as a group of
-            0 pages then, which has the shapes and dtypes of the streams.
+    `empty` is the kind of a cache that has rows, and may have no page: it is stored as a group of 0
+    pages then, which has the shapes and dtypes of the streams.
     """
 
     def __init__(self, memory: Memory, pages: Iterable[Page], empty: Kind | None = None) -> None:
@@ -149,14 +146,9 @@ def take_pages(
 ) -> list[Page]:
     """New pages of a pool with the content of a file; inside of a change.
 
-    Args:
-        memory: of the pool.
-        groups: of the file, whose shapes have been checked.
-        streams: of each tensor of the file the tensors of its pages.
-        cold: whether the pages go to the memory of the host, if the pool offloads any.
-
-    Raises:
-        ValueError: if the pool has too few pages left.
+    The shapes of the groups have been checked; `streams` are of each tensor of the file the tensors
+    of its pages. `cold` pages go to the memory of the host, if the pool offloads any. A ValueError
+    is raised if the pool has too few pages left.
     """
     found: list[Page] = []
     kinds = [memory.kind_of(group.outlines) for group in groups]
@@ -203,15 +195,8 @@ def filled(
     memory: Memory, window: int | None, record: Record
 ) -> tuple[Kind | None, list[PageTable], Lengths, tuple[int, ...] | None]:
     """The kind, tables, lengths and pieces of a cache in a file, in new pages; inside of a change.
-
-    Args:
-        memory: of the cache's pool.
-        window: of the cache.
-        record: of a cache with the same arguments.
-
-    Raises:
-        ValueError: if it could not be the record of such a cache, or the pool has too few pages.
-    """
+    Raises a ValueError if it could not be the record of a cache with this window, or the pool has
+    too few pages."""
     state = record.state
     device = record.streams[0].device if record.streams else torch.device("cpu")
     groups = groups_from(state.get("groups"), memory, device)
@@ -312,17 +297,11 @@ def pool_record(memory: Memory) -> tuple[Record, int]:
 def load_prefixes(
     memory: Memory, file: TensorFile, entry: dict[str, Any], device: torch.device
 ) -> int:
-    """Store the prefixes of a file, all of them or none; returns the number of pages that were not
-    stored before. Inside of a change.
+    """Store the prefixes of an entry of a file, all of them or none; returns the number of pages
+    that were not stored before. Inside of a change.
 
-    Args:
-        memory: of a pool with the arguments of the one that was saved.
-        file: of its weights.
-        entry: of the pool in the file.
-        device: of the pages.
-
-    Raises:
-        ValueError: if they could not be the prefixes of such a pool, or it has too few pages.
+    The pool has the arguments of the one that was saved. A ValueError is raised if they could not
+    be the prefixes of such a pool, or it has too few pages.
     """
     state, names, size = entry["state"], entry["streams"], memory.page_size
     groups = groups_from(state.get("groups"), memory, device)

@@ -49,15 +49,9 @@ class PageFormat(NamedTuple):
         """The blocks of channels of a stream that are rotated: none in 8 bits.
 
         One stream alone holds keys of which the first channels are values. It is rotated only where
-        the layer that reads it has announced its pieces, and then only the first of them: rotary
-        keys have few channels, and need their precision most.
-
-        Args:
-            index: of the stream.
-            count: the number of streams of an update, integer ones too.
-            width: of the stream.
-            pieces: the widths of the pieces that one joined stream consists of, if a layer
-                announced them.
+        the layer that reads it has announced the widths of the pieces that it consists of, and then
+        only the first of them: rotary keys have few channels, and need their precision most.
+        `count` is the number of streams of an update, integer ones too.
         """
         bits = self.bits_of_stream(index)
         if not self.rotates or bits is None or bits == 8 or (count == 1 and not pieces):
@@ -65,11 +59,9 @@ class PageFormat(NamedTuple):
         return blocks_of(pieces[0] if count == 1 and pieces else width)
 
     def shares(self, index: int, page_size: int) -> tuple[int, int]:
-        """The numbers of tokens and of channels that share a scale and a zero.
+        """The numbers of tokens and of channels of a stream that share a scale and a zero.
 
-        Args:
-            index: of the stream: keys, or one joined latent, come first, then values.
-            page_size: tokens of a page.
+        The stream of index 0 holds keys, or one joined latent; then come values.
         """
         bits, least = self.bits_of_stream(index), self.by_channel_from
         few = bits is not None and bits < 8

@@ -55,12 +55,7 @@ class Offload:
 
 
 class Reading:
-    """The parts that a cache returned last, by weak references.
-
-    Args:
-        used: the number of the operation.
-        parts: that were returned.
-    """
+    """Weak references to the parts that a cache returned last, in the operation number `used`."""
 
     def __init__(self, used: int = 0, parts: Iterable[Part] = ()) -> None:
         self.used = used
@@ -93,21 +88,12 @@ class Reader(Protocol):
 
 
 class Offloading:
-    """The slabs of cold pages, and the choice of the pages that move there; the pool is locked.
-
-    Args:
-        offload: the number of hot pages.
-        num_pages: of the pool.
-
-    Attributes:
-        moves: how often pages were moved; tables read before another move are read again.
-        slabs: of cold pages, by the slab whose pages they take.
-    """
+    """The slabs of cold pages, and the choice of the pages that move there; the pool is locked."""
 
     def __init__(self, offload: Offload, num_pages: int) -> None:
-        self.offload, self.moves = offload, 0
-        self._num_pages = num_pages
-        self.slabs: dict[Slab, Slab] = {}
+        self.offload, self._num_pages = offload, num_pages
+        self.moves = 0  # tables that were read before another move are read again
+        self.slabs: dict[Slab, Slab] = {}  # of cold pages, by the slab whose pages they take
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     @property
@@ -126,12 +112,8 @@ class Offloading:
         )
 
     def make_room(self, pages: Collection[Page], needed: Sequence[Slab]) -> None:
-        """Move pages, so that there is room for more hot ones; those being read stay.
-
-        Args:
-            pages: all that are in use.
-            needed: the slabs of those that will be taken.
-        """
+        """Move some of the pages in use, so that there is room for more hot ones in the slabs that
+        are needed; pages that are being read stay."""
         new = sum(slab.host_of is None for slab in needed)
         excess = len(pages) - self.cold_pages + new - self.offload.hot_pages
         if excess <= 0:

@@ -10,16 +10,7 @@ from regard.cache.paging import appending
 from regard.cache.paging.files import arguments_of, cache_record, filled
 from regard.cache.paging.memory import Kind, Memory
 from regard.cache.paging.pages import PageTable, outlines_of
-from regard.cache.paging.tables import (
-    Cost,
-    Tables,
-    cost_of_cut,
-    cost_of_selection,
-    cut,
-    each_length,
-    pages_of,
-    select,
-)
+from regard.cache.paging.tables import TableChange, Tables, cut, each_length, pages_of, select
 from regard.cache.parts import Part
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
@@ -183,8 +174,8 @@ class PagedCache(Stored):
             self._rows.settle()
             rows = each_length(lengths, len(self.rows))
             if self._kind is not None:
-                cost = cost_of_cut(self._kind, self.rows, rows)
-                if not self.memory.fits(cost.copies, cost.freed):
+                change = cut(self._kind, self.rows, rows)
+                if not self.memory.fits(change.copies, change.freed):
                     size = self.memory.page_size  # whole pages make room for the copies
                     whole = [-(-each // size) * size for each in rows]
                     self._cut(self._kind, [*map(min, whole, self.row_lengths())])
@@ -214,8 +205,8 @@ class PagedCache(Stored):
                 self._lengths = self._lengths.reordered(rows)
                 return
             numbers: list[int] = rows.tolist()
-            cost = cost_of_selection(self.rows, numbers)
-            if not self.memory.fits(cost.copies, cost.freed):
+            change = select(self.rows, numbers)
+            if not self.memory.fits(change.copies, change.freed):
                 first = list(dict.fromkeys(numbers))  # rows that are dropped make room for copies
                 self._select(first)
                 numbers = [first.index(each) for each in numbers]
@@ -229,7 +220,8 @@ class PagedCache(Stored):
         """
         self._check_usable()
         with self.memory.change:
-            tables = select(self.memory, self.rows, range(len(self.rows)), copies_all=True)
+            every = select(self.rows, range(len(self.rows)), copies_all=True)
+            tables = every.carry_out(self.memory)
             new = PagedCache(self.pool, window=self.window, rollback=self.rollback)
             new._rows.replace(tables)
             new.pieces, new._kind = self.pieces, self._kind
@@ -323,17 +315,16 @@ class PagedCache(Stored):
         held = [torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in held]
         return concatenated(held, new, Lengths(self.length - start, 0, lengths.rows - start))
 
-    def cost_of_cut(self, length: int) -> Cost:
+    def cost_of_cut(self, length: int) -> TableChange:
         """The pages that `truncate(length)` takes and releases."""
-        rows = [min(length, each) for each in self.row_lengths()]
-        return cost_of_cut(self._kind, self.rows, rows)
+        return cut(self._kind, self.rows, [min(length, each) for each in self.row_lengths()])
 
     def _cut(self, kind: Kind, lengths: list[int]) -> None:
-        self._rows.replace(cut(self.memory, kind, self.rows, lengths))
+        self._rows.replace(cut(kind, self.rows, lengths).carry_out(self.memory))
         self._lengths = lengths_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     def _select(self, rows: list[int]) -> None:
-        self._rows.replace(select(self.memory, self.rows, rows))
+        self._rows.replace(select(self.rows, rows).carry_out(self.memory))
         self._like = tuple([each.new_empty(len(rows), *each.shape[1:]) for each in self._like])
         self._lengths = self._lengths.reordered(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 

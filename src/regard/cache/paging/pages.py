@@ -54,50 +54,34 @@ class Outline(NamedTuple):
         shape = rows, self.heads, 0, self.width
         return writable(lambda: torch.empty(shape, dtype=self.dtype, device=self.device))
 
-    def coded(
-        self, index: int, form: PageFormat, page_size: int, rotation: tuple[int, ...]
-    ) -> "Outline":
-        """The plain stream `index` of an update as sealed pages of a format store it, rotated where
-        each token has scales."""
-        bits = form.bits_of_stream(index) if self.dtype.is_floating_point else None
-        if bits is None:
-            return self
-        run, group = form.shares(index, page_size)
-        return self._replace(bits=bits, group=group, rotation=() if run > 1 else rotation, run=run)
-
 
 def outlines_of(
     streams: Sequence[Tensor], form: PageFormat, page_size: int, pieces: Sequence[int] | None
 ) -> tuple[Outline, ...]:
     """The outlines of the streams `[B, G, L, W]` of one update in sealed pages of a format.
 
-    Args:
-        streams: of one update.
-        form: of sealed pages.
-        page_size: tokens of a page.
-        pieces: the widths of the pieces that one joined stream consists of, if a layer announced
-            them; only the first piece is rotated then.
+    `pieces` are the widths of the pieces that one joined stream consists of, if a layer announced
+    them; only the first piece is rotated then.
     """
     found = []
     for index, stream in enumerate(streams):
         _, heads, _, width = stream.shape
-        rotation = form.rotation_of(index, len(streams), width, pieces)
-        plain = Outline(heads, width, stream.dtype, stream.device)
-        found.append(plain.coded(index, form, page_size, rotation))
+        outline = Outline(heads, width, stream.dtype, stream.device)
+        bits = form.bits_of_stream(index) if stream.dtype.is_floating_point else None
+        if bits is not None:  # rotated where each token has scales
+            run, group = form.shares(index, page_size)
+            rotation = form.rotation_of(index, len(streams), width, pieces) if run == 1 else ()
+            outline = outline._replace(bits=bits, group=group, rotation=rotation, run=run)
+        found.append(outline)
     return tuple(found)
 
 
 class Slab:
     """Pages of one kind; page i of a stream is its tokens `i * page_size .. (i + 1) * page_size`.
 
-    Buffers double when they are full. Tensors that were read from the old ones stay valid.
-
-    Args:
-        outlines: of the streams.
-        page_size: tokens of a page.
-        sealed: whether all pages are sealed, and stored in the pool's format.
-        host_of: the slab whose pages are moved here, to the memory of the host; None of others.
-        most: pages for which buffers need room at most.
+    If it is `sealed`, all pages are, and stored in the pool's format. A slab with `host_of` has
+    pages of that slab, moved to the memory of the host. Buffers have room for `most` pages at most;
+    they double when they are full, and tensors that were read from the old ones stay valid.
     """
 
     def __init__(
@@ -269,24 +253,16 @@ def _stored(values: Tensor, outline: Outline) -> tuple[Tensor, ...]:
 
 
 class Page:
-    """`page_size` tokens of one row of one layer.
-
-    Attributes:
-        slab: the memory in which the page lies.
-        index: number of the page in the slab.
-        references: number of tables that hold the page.
-        sealed: whether the page is full, and so immutable: several tables may hold it.
-        used: number of the pool's operation that last found or stored the page as a prefix.
-        node: the node of a stored prefix that holds the page; None if no node does.
-    """
+    """`page_size` tokens of one row of one layer."""
 
     __slots__ = ("index", "node", "references", "sealed", "slab", "used")
 
     def __init__(self, slab: Slab, index: int) -> None:
-        self.slab, self.index = slab, index
-        self.references, self.used = 0, 0
-        self.sealed = False
-        self.node: Any = None
+        self.slab, self.index = slab, index  # the memory, and the number of the page in it
+        self.references = 0  # tables that hold the page
+        self.used = 0  # number of the pool's operation that last found or stored it as a prefix
+        self.sealed = False  # whether it is full, and so immutable: several tables may hold it
+        self.node: Any = None  # of a stored prefix that holds the page
 
     @property
     def start(self) -> int:
@@ -310,15 +286,11 @@ class Page:
 
 @dataclass
 class PageTable:
-    """The pages of one row, in order.
+    """The pages of one row, in order."""
 
-    Attributes:
-        pages: the pages that are held; those before a window are released.
-        first: number of pages of the row before the first that is held.
-    """
-
+    # the pages that are held; those before a window are released
     pages: list[Page] = field(default_factory=list)
-    first: int = 0
+    first: int = 0  # number of pages of the row before the first that is held
 
     @property
     def stop(self) -> int:

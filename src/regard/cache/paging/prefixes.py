@@ -27,25 +27,19 @@ class Layer(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The longest stored prefix of a text.
+    """The longest stored prefix of a text."""
 
-    Attributes:
-        length: in tokens, a multiple of the page size, at which every layer has what it needs.
-        layers: without a window all pages, otherwise those that the next token attends to.
-    """
-
+    # in tokens, a multiple of the page size, at which every layer has what it needs
     length: int = 0
+    # without a window all pages, otherwise those that the next token attends to
     layers: tuple[Layer, ...] = ()
 
 
 class Node:
-    """A stored prefix: the pages of its parent, and one more.
+    """A stored prefix: the pages of its parent, and one more; a first page has no parent.
 
-    Args:
-        parent: the prefix without the last page; None for a first page.
-        context: under which it is stored.
-        tokens: of the page, as 64-bit integers.
-        windows: of the layers; None for a layer that attends to all tokens.
+    `tokens` are those of the page, as 64-bit integers; `windows` those of the layers, None for a
+    layer that attends to all tokens.
     """
 
     def __init__(
@@ -87,11 +81,8 @@ class Prefixes:
     """An index of stored prefixes in pages.
 
     A page belongs to at most one stored prefix. The index reads of a page `sealed` and
-    `references`, and writes `node` and `used`. It has no lock: the pool's is held.
-
-    Args:
-        page_size: tokens of a page.
-        clock: a function that returns a greater number at each call, for `used`.
+    `references`, and writes `node` and `used`, by a clock that returns a greater number at each
+    call. It has no lock: the pool's is held.
     """
 
     def __init__(self, page_size: int, *, clock: Callable[[], int] | None = None) -> None:
@@ -107,16 +98,11 @@ class Prefixes:
     # ---- finding ----
 
     def find(self, tokens: Sequence[int] | Tensor, context: Context) -> Match:
-        """The longest stored prefix, without the last token, which is left to forward.
+        """The longest stored prefix of a text `[L]`, without the last token, which is left to
+        forward.
 
-        The pages found become the ones used last.
-
-        Args:
-            tokens: `[L]` of a text.
-            context: under which they are looked for.
-
-        Raises:
-            ValueError: if tokens are not whole numbers.
+        The pages found become the ones used last. A ValueError is raised if tokens are not whole
+        numbers.
         """
         path = self._path(self._chunks(numbers_of(tokens).tobytes()[:-_TOKEN]), context)
         path = path[: self._usable(path)]
@@ -175,24 +161,15 @@ class Prefixes:
         context: Context,
         layers: Sequence[tuple[int | None, int, Sequence[Page | None]]],
     ) -> list[Page]:
-        """Store the sealed pages of a sequence, all of them or, on an error, none.
+        """Store the sealed pages of a sequence, all of them or, on an error, none; returns the
+        pages that were taken: the index holds them until it evicts them.
 
         Where the tokens are stored already, their pages stay, and the given ones are not taken. The
-        pages that the next token attends to become the ones used last.
-
-        Args:
-            tokens: `[L]`, from the first one of the sequence on.
-            context: under which they are found.
-            layers: of each layer its window, the number of its first page and its pages. A layer
-                without a window has all of them.
-
-        Returns:
-            The pages that were taken: the index holds them until it evicts them.
-
-        Raises:
-            ValueError: if tokens are not whole numbers, other layers are stored under this context,
-                a layer without a window lacks its first pages, or a page is given twice or holds
-                another stored prefix.
+        pages that the next token attends to become the ones used last. `layers` are of each layer
+        its window, the number of its first page and its pages; a layer without a window has all of
+        them. A ValueError is raised if tokens are not whole numbers, other layers are stored under
+        this context, a layer without a window lacks its first pages, or a page is given twice or
+        holds another stored prefix.
         """
         given = [Layer(*each) for each in layers]
         windows = tuple(layer.window for layer in given)
@@ -251,16 +228,11 @@ class Prefixes:
     # ---- removing ----
 
     def evict(self, count: int = 1) -> list[Page]:
-        """Remove the pages used longest ago that can be freed; none if sequences hold all.
+        """Remove the pages used longest ago that can be freed, `count` at least as far as there are
+        any; none if sequences hold all. Returns pages without references, which are free now.
 
         Of pages used together the last ones of a prefix go first, in layers with a window before
         others. Pages that sequences hold stay stored, as long as that leaves any to free.
-
-        Args:
-            count: pages to free at least, as far as there are any.
-
-        Returns:
-            Pages without references, which are free now.
         """
         freed: list[Page] = []
         units = sorted(self._units(), key=lambda unit: unit[:3])

@@ -199,23 +199,16 @@ def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
 
 
 class Segment(NamedTuple):
-    """A range of pages of all rows that can be read together.
+    """A range of pages of all rows that can be read together."""
 
-    Attributes:
-        first: the number of the first page.
-        size: the number of pages.
-        slab: in which the pages lie; None where rows have pages of different slabs.
-        table: the page of each row; of one row, expanded, where all rows share the pages.
-        begin: the first page in the slab, if all rows have the same pages, one after another.
-        pages: of each row; None where a row has no such page.
-    """
-
-    first: int
-    size: int
-    slab: Slab | None
+    first: int  # the number of the first page
+    size: int  # the number of pages
+    slab: Slab | None  # in which the pages lie; None where rows have pages of different slabs
+    # the page of each row; of one row, expanded, where all rows share the pages
     table: Int64[Tensor, "rows n"] | None
+    # the first page in the slab, if all rows have the same pages, one after another
     begin: int | None
-    pages: list[list[Page | None]]
+    pages: list[list[Page | None]]  # of each row; None where a row has no such page
 
     def part(self, page_size: int, start: int, stop: int) -> Part:
         """The slots `start..stop`, which lie in this segment."""

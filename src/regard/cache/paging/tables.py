@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.cache.paging.memory import Kind, Memory
 from regard.cache.paging.offloading import Reading
-from regard.cache.paging.pages import Page, PageTable
+from regard.cache.paging.pages import Page, PageTable, Slab
 from regard.cache.paging.reading import Segment, parts_of, segments_of
 from regard.cache.parts import Part
 from regard.cache.streams import Lengths
@@ -35,11 +35,23 @@ def each_length(lengths: Lengths, rows: int) -> list[int]:
 # ---- changes: new tables, whose pages are not counted yet ----
 
 
-class Cost(NamedTuple):
-    """The pages that a change of tables takes, and the references that it drops."""
+class TableChange(NamedTuple):
+    """New tables in place of others, before open pages are copied; and the cost of that."""
 
-    copies: int
-    left: "Counter[Page]"
+    before: Sequence[PageTable]
+    tables: list[PageTable]
+    copied: list[tuple[PageTable, int, Slab]]  # a table, the index of its page, the copy's slab
+    opened: Sequence[PageTable] = ()  # whose last pages will be written
+
+    @property
+    def copies(self) -> int:
+        """The number of pages that are copied."""
+        return len(self.copied)
+
+    @property
+    def left(self) -> "Counter[Page]":
+        """The references that the change drops."""
+        return Counter(pages_of(self.before)) - Counter(pages_of(self.tables))
 
     @property
     def unreferenced(self) -> int:
@@ -52,104 +64,66 @@ class Cost(NamedTuple):
         pages = self.left.items()
         return sum(count == page.references and page.node is None for page, count in pages)
 
+    def carry_out(self, memory: Memory) -> list[PageTable]:
+        """The tables with the copies. Raises a ValueError if the pool has too few pages; nothing
+        changes then."""
+        memory.reserve([slab for *_, slab in self.copied])
+        for table, index, slab in self.copied:
+            table.pages[index] = memory.copy(table.pages[index], slab)
+        for table in self.opened:
+            table.pages[-1].sealed = False
+        return self.tables
 
-def cost_of_cut(kind: Kind | None, tables: Sequence[PageTable], lengths: Sequence[int]) -> Cost:
-    """The pages that `cut` copies and frees; a cache without a kind has no pages yet."""
+
+def cut(kind: Kind | None, tables: Sequence[PageTable], lengths: Sequence[int]) -> TableChange:
+    """The pages of the first tokens of each row. Last pages that are cut are open: copies, unless
+    no other table has them. A cache without a kind has no pages yet."""
     if kind is None:
-        return Cost(0, Counter())
+        return TableChange((), [], [])
     size = kind.open.page_size
     new = [table.cut(length, size) for table, length in zip(tables, lengths, strict=True)]
-    copies = sum(_must_be_copied(kind, t.pages[-1]) for t in _open_ended(new, lengths, size))
-    return Cost(copies, Counter(pages_of(tables)) - Counter(pages_of(new)))
-
-
-def cut(
-    memory: Memory, kind: Kind, tables: Sequence[PageTable], lengths: Sequence[int]
-) -> list[PageTable]:
-    """The pages of the first tokens of each row. Last pages that are cut are open: copies, unless
-    no other table has them.
-
-    Raises:
-        ValueError: if the pool has too few pages; nothing changes.
-    """
-    size = memory.page_size
-    new = [table.cut(length, size) for table, length in zip(tables, lengths, strict=True)]
-    ends = _open_ended(new, lengths, size)
-    copied = [table for table in ends if _must_be_copied(kind, table.pages[-1])]
-    memory.reserve([kind.open] * len(copied))
-    for table in copied:
-        table.pages[-1] = memory.copy(table.pages[-1], kind.open)
-    for table in ends:
-        table.pages[-1].sealed = False
-    return new
-
-
-def _open_ended(tables: Sequence[PageTable], lengths: Sequence[int], size: int) -> list[PageTable]:
-    """The tables that end within a page."""
-    rows = zip(tables, lengths, strict=True)
-    return [table for table, length in rows if length % size and table.pages]
+    rows = zip(new, lengths, strict=True)
+    opened = [table for table, length in rows if length % size and table.pages]
+    last = [(table, len(table.pages) - 1, kind.open) for table in opened]
+    copies = [each for each in last if _must_be_copied(kind, each[0].pages[-1])]
+    return TableChange(tables, new, copies, opened)
 
 
 def _must_be_copied(kind: Kind, page: Page) -> bool:
     return page.sealed and not (page.is_private and page.slab is kind.open)
 
 
-def cost_of_selection(tables: Sequence[PageTable], rows: Sequence[int]) -> Cost:
-    """The cost of `select`, in which open pages stay once."""
-    chosen = [tables[row] for row in rows] if tables else []
-    new = Counter(pages_of(chosen))
-    copies = sum(count - 1 for page, count in new.items() if not page.sealed)
-    return Cost(copies, Counter(pages_of(tables)) - new)
-
-
 def select(
-    memory: Memory, tables: Sequence[PageTable], rows: Sequence[int], *, copies_all: bool = False
-) -> list[PageTable]:
-    """The tables of these rows, each with an open page of its own.
+    tables: Sequence[PageTable], rows: Sequence[int], *, copies_all: bool = False
+) -> TableChange:
+    """The tables of these rows, which may come several times, each with an open page of its own.
 
-    Args:
-        memory: with its lock held.
-        tables: of all rows.
-        rows: their numbers; one may come several times.
-        copies_all: whether every open page is copied, because the tables stay, too; otherwise the
-            first table with an open page has it.
-
-    Raises:
-        ValueError: if the pool has too few pages; nothing changes.
+    The first table with an open page has it, unless `copies_all`: then every open page is copied,
+    because the tables stay, too.
     """
-    new = [tables[row].copied() for row in rows]
+    new = [tables[row].copied() for row in rows] if tables else []
     stay = set[Page]() if copies_all else {page for page in pages_of(new) if not page.sealed}
-    places = []
+    copies = []
     for table in new:
         for index, page in enumerate(table.pages):
             if page in stay:
                 stay.remove(page)
             elif not page.sealed:
-                places.append((table, index))
-    memory.reserve([table.pages[index].slab for table, index in places])
-    for table, index in places:
-        page = table.pages[index]
-        table.pages[index] = memory.copy(page, page.slab)
-    return new
+                copies.append((table, index, page.slab))
+    return TableChange(tables, new, copies)
 
 
 # ---- the tables of one cache ----
 
 
 class Tables:
-    """The tables of a cache. Its pages are released with `owner`, at the latest.
-
-    Attributes:
-        tables: of each row.
-        retired: pages that left the tables in the last call, whose parts are read until the next.
-        reading: the parts that were returned last, in a pool that offloads pages.
-    """
+    """The tables of a cache. Its pages are released with `owner`, at the latest."""
 
     def __init__(self, owner: object, memory: Memory) -> None:
         self.memory = memory
-        self.tables: list[PageTable] = []
-        self.retired: list[Page] = []
-        self.reading = Reading()
+        self.tables: list[PageTable] = []  # of each row
+        self.retired: list[Page] = []  # that left in the last call, whose parts are read until now
+        self.reading = Reading()  # the parts that were returned last, in a pool that offloads pages
         self._read: tuple[object, list[Segment]] | None = None  # tables and their segments
         self._moves = 0  # of the pool's pages, when they were read
         if memory.offloading is not None:
@@ -159,13 +133,8 @@ class Tables:
         self.are_released = False  # a plain attribute: torch.compile cannot read the finaliser
 
     def replace(self, new: Sequence[PageTable], *, retires: bool = False) -> None:
-        """Hold other tables.
-
-        Args:
-            new: the tables, whose pages are not counted yet.
-            retires: whether pages that leave are held until `settle`, because parts of this call
-                are read.
-        """
+        """Hold other tables, whose pages are not counted yet. With `retires`, pages that leave are
+        held until `settle`, because parts of this call are read."""
         before, after = Counter(pages_of(self.tables)), Counter(pages_of(new))
         before.update(self.retired)
         for page in (after - before).elements():

@@ -121,13 +121,9 @@ def heal(
 
 
 class Distillation(nn.Module):
-    """The loss of a student and its teacher on one batch.
+    """The loss of a student and its teacher, the model that it was converted from, on one batch.
 
     It is a module, so that wrappers for several devices (DDP) run every forward.
-
-    Args:
-        student: a transformers causal language model.
-        teacher: the model that it was converted from.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module) -> None:

@@ -39,11 +39,8 @@ def save_state(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write weights, moments and the record, in place of an earlier state.
-
-    Raises:
-        OSError: if the disk is full or read-only; an earlier state is as before.
-    """
+    """Write weights, moments and the record, in place of an earlier state. Raises an OSError if the
+    disk is full or read-only; an earlier state is as before."""
     tensors = {f"weight.{name}": each for name, each in parameters.items()}
     for name, each in parameters.items():
         for moment in MOMENTS:
@@ -60,11 +57,8 @@ def save_state(
 
 
 def load_record(folder: Path, task: dict[str, Any]) -> Record:
-    """The record in a folder, or a new one if there is none.
-
-    Raises:
-        ValueError: if it is of another task, or cannot be read.
-    """
+    """The record in a folder, or a new one if there is none. Raises a ValueError if it is of
+    another task, or cannot be read."""
     if not (folder / FILE).exists():
         return Record(task)
     with open_tensors(folder / FILE) as file:
@@ -82,11 +76,8 @@ def load_record(folder: Path, task: dict[str, Any]) -> Record:
 def load_state(
     folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Load the weights and the moments of a folder into these parameters and this optimiser.
-
-    Raises:
-        ValueError: if they are not those of these parameters. Nothing is then changed.
-    """
+    """Load the weights and the moments of a folder into these parameters and this optimiser. Raises
+    a ValueError if they are not those of these parameters; nothing is then changed."""
     with open_tensors(folder / FILE) as file:
         steps = _record_in(file).steps
         kinds = ("weight", *MOMENTS) if steps else ("weight",)

@@ -33,22 +33,12 @@ _STEP = "agreement of the ranks on a call"
 def agree(
     ranks: Ranks, facts: Facts, numbers: Iterable[int] = (), refusal: Exception | None = None
 ) -> list[list[int]]:
-    """Check that every rank gives the same facts, and that none refuses the call.
+    """Check that every rank gives the same facts, by their names in an error, and that none refuses
+    the call; returns for each of `numbers`, at most two that may differ, that of every rank.
 
     Keeps nothing between calls, so that a call may be repeated, as activation checkpointing does.
-
-    Args:
-        ranks: the ranks that make the call.
-        facts: what must be the same on all of them, by its name in an error.
-        numbers: at most two integers that may differ.
-        refusal: the error of this rank's own checks.
-
-    Returns:
-        For each of `numbers`, that of every rank.
-
-    Raises:
-        TypeError, ValueError: on every rank, if one has a `refusal`.
-        ValueError: on every rank, if facts differ.
+    If one rank has a `refusal`, the error of its own checks, every rank raises it; if facts differ,
+    every rank raises a ValueError.
     """
     own = [*numbers]
     assert len(own) <= NUMBERS

@@ -136,11 +136,8 @@ def check_keys(
 
 
 def learned_of(rule: ScoreBias | None) -> tuple[Tensor, ...]:
-    """The parameters of a rule for score biases.
-
-    Raises:
-        ValueError: if it reads other tensors that need gradients.
-    """
+    """The parameters of a rule for score biases. Raises a ValueError if it reads other tensors that
+    need gradients."""
     if rule is None:
         return ()
     learned = tuple(rule.parameters()) if isinstance(rule, nn.Module) else ()

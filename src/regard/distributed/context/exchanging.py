@@ -1,9 +1,9 @@
 """Tokens on their way between ranks: messages of exactly the runs that the receiver needs.
 
-In a `"ring"` each rank sends to the next one but t in step t, while the tokens of the step before
-are attended to (Ring Attention, Liu et al. 2023, arXiv:2310.01889; here tokens go straight to where
-they are needed, so that those that a mask hides are not sent). In a `"gather"` all are sent at
-once, and attended to together (as for Llama 3, arXiv:2407.21783).
+In a `"ring"` each rank sends to the rank t places after it in step t, while the tokens of the step
+before are attended to (Ring Attention, Liu et al. 2023, arXiv:2310.01889; here tokens go straight
+to where they are needed, so that those that a mask hides are not sent). In a `"gather"` all are
+sent at once, and attended to together (as for Llama 3, arXiv:2407.21783).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,10 @@ Streams = tuple[Tensor, ...]
 
 
 class Tokens(NamedTuple):
-    """Tokens at hand.
+    """Tokens at hand."""
 
-    Attributes:
-        runs: their slots, in order.
-        streams: `[B, G, n, W]` each, the tokens of the runs side by side.
-    """
-
-    runs: Runs
-    streams: Streams
+    runs: Runs  # their slots, in order
+    streams: Streams  # `[B, G, n, W]` each, the tokens of the runs side by side
 
     def copy(self, other: "Tokens", runs: Runs) -> None:
         """Copy the content of these slots from `other`; both have them."""
@@ -142,12 +137,9 @@ class Arriving(NamedTuple):
 def arrange(parts: Sequence[Tokens], pieces: Runs) -> Tokens:
     """The tokens of several messages in order of their slots.
 
-    Runs of a piece with few slots between them are joined, to be attended to together. The slots
-    between are zeros: they were not needed, because the mask hides them from every query.
-
-    Args:
-        parts: the tokens, one part or more.
-        pieces: the slots of the ranks that the parts come from.
+    Runs of a piece, the slots of the ranks that the parts come from, with few slots between them
+    are joined, to be attended to together. The slots between are zeros: they were not needed,
+    because the mask hides them from every query.
     """
     known = union(*(part.runs for part in parts))
     runs = [run for piece in pieces for run in without_gaps(intersection(known, [piece]), GAP)]

@@ -28,25 +28,15 @@ from regard.ops.definition import scores
 
 
 class Attended(NamedTuple):
-    """The results of the forward pass, and the gradient of the output.
+    """The results of the forward pass, and the gradient of the output."""
 
-    Attributes:
-        q: all queries of this rank, `[B, H, L, D]`.
-        out: `[B, H, L, Dv]`, over all keys and the sinks.
-        lse: `[B, H, L]`, the log-sum-exp of all scores and the sinks.
-        slope: `[B, H, L, Dv]`, the gradient of `out`.
-        delta: `[B, H, L]`, the sums of `out * slope`.
-        bias: the score bias of the whole sequence, if it is a tensor.
-        learned: the parameters of the rule for score biases.
-    """
-
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-    slope: Tensor
-    delta: Tensor
-    bias: Tensor | None
-    learned: tuple[Tensor, ...]
+    q: Tensor  # all queries of this rank, `[B, H, L, D]`
+    out: Tensor  # `[B, H, L, Dv]`, over all keys and the sinks
+    lse: Tensor  # `[B, H, L]`, the log-sum-exp of all scores and the sinks
+    slope: Tensor  # `[B, H, L, Dv]`, the gradient of `out`
+    delta: Tensor  # `[B, H, L]`, the sums of `out * slope`
+    bias: Tensor | None  # the score bias of the whole sequence, if it is a tensor
+    learned: tuple[Tensor, ...]  # the parameters of the rule for score biases
 
 
 @dataclass
@@ -60,21 +50,13 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class OfKeys:
-    """The backward pass over some keys, one rectangle after another.
+    """The backward pass over some keys, one rectangle after another."""
 
-    Attributes:
-        scoring: how scores are computed.
-        known: the queries, and the results of the forward pass.
-        keys: keys and values.
-        sums: the gradients of the queries and of the score bias.
-        of_keys: the gradients of the keys and values.
-    """
-
-    scoring: Scoring
-    known: Attended
-    keys: tuple[Tensor, Tensor]
-    sums: Sums
-    of_keys: tuple[Tensor, Tensor]
+    scoring: Scoring  # how scores are computed
+    known: Attended  # the queries, and the results of the forward pass
+    keys: tuple[Tensor, Tensor]  # keys and values
+    sums: Sums  # the gradients of the queries and of the score bias
+    of_keys: tuple[Tensor, Tensor]  # the gradients of the keys and values
 
     def add(self, place: Rectangle) -> None:
         """Add a rectangle's share of all gradients."""

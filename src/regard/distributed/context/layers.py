@@ -34,20 +34,15 @@ def forward(
     cache: Cache = NO_CACHE,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks.
+    """Attention of this rank's queries to the keys of all ranks, the forward of a layer that
+    `context_parallel` has changed.
 
-    Args:
-        layer: one that `context_parallel` has changed.
-        x: `[B, L, hidden_size]`, this rank's tokens: `plan.shard(whole)`.
-        context: refused.
-        mask: about the whole sequence, the same on every rank.
-        cache: one that keeps each rank's own tokens, and empty. A call with a cache that holds
-            tokens is a decoding step: every rank gives the same new tokens.
-        positions: rotary positions of this rank's tokens, `[L]` or `[B, L]`; their slots if None.
-
-    Raises:
-        TypeError, ValueError: as the layer on one device; and if the ranks' calls differ. All on
-            every rank, before keys are sent.
+    `x` is `[B, L, hidden_size]`, this rank's tokens: `plan.shard(whole)`. The mask is about the
+    whole sequence, the same on every rank; positions are those of this rank's tokens, `[L]` or `[B,
+    L]`, their slots if None. A cache keeps each rank's own tokens, and is empty: a call with a
+    cache that holds tokens is a decoding step, for which every rank gives the same new tokens.
+    `context` is refused. Raises as the layer on one device; and if the ranks' calls differ, on
+    every rank, before keys are sent.
     """
     mask = EVERYTHING if mask is None else mask
     cache = NO_CACHE if cache is None else cache

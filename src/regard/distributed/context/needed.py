@@ -29,11 +29,6 @@ class Bytes(NamedTuple):
 class Needs:
     """The slots that each rank needs of each other rank's tokens.
 
-    Attributes:
-        shards: the tokens of each rank.
-        table: runs of slots, by receiver and sender; on the diagonal, a rank's own tokens that
-            its queries may attend to.
-
     Examples:
         >>> from regard.distributed import Shards
         >>> from regard.masks import Causal, SlidingWindow
@@ -42,7 +37,9 @@ class Needs:
         ([(2, 4)], [], 2)
     """
 
-    shards: Shards
+    shards: Shards  # the tokens of each rank
+    # runs of slots, by receiver and sender; on the diagonal, a rank's own tokens that its queries
+    # may attend to
     table: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = field(repr=False)
 
     def of(self, receiver: int, sender: int) -> Runs:
@@ -71,14 +68,8 @@ def bytes_sent(
     """The bytes that a rank sends in a call.
 
     The backward pass of a ring sends the tokens again, that of a gather has kept them; both return
-    the gradients of the received tokens.
-
-    Args:
-        needs: the table of the mask and the shards.
-        rank: the sender.
-        token_bytes: of one token's streams, over all rows of the batch and all heads.
-        gradient_bytes: of the gradients of one token's streams; 0 if they have none.
-        exchange: `"ring"` or `"gather"`.
+    the gradients of the received tokens. `token_bytes` are of one token's streams, over all rows of
+    the batch and all heads, `gradient_bytes` of their gradients; 0 if they have none.
 
     Examples:
         >>> from regard.distributed import Shards

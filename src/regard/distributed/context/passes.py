@@ -30,17 +30,11 @@ def autocast_of(device: torch.device) -> Autocast | None:
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The function that makes keys and values of streams.
+    """The function that makes keys and values of streams."""
 
-    Attributes:
-        keys_of: makes them; None for streams that are keys and values, or both joined.
-        v_head_dim: the width of the values of a joined stream.
-        autocast: as it was when the call was made: backward passes run without.
-    """
-
-    keys_of: KeysOf | None
-    v_head_dim: int | None
-    autocast: Autocast | None
+    keys_of: KeysOf | None  # makes them; None for streams that are keys and values, or both joined
+    v_head_dim: int | None  # the width of the values of a joined stream
+    autocast: Autocast | None  # as it was when the call was made: backward passes run without
 
     def keys(self, streams: Streams, parameters: Streams) -> tuple[Tensor, Tensor]:
         """The keys and values of some tokens."""
@@ -103,21 +97,13 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A call, apart from its tensors.
+    """A call, apart from its tensors."""
 
-    Attributes:
-        exchange: the messages.
-        scoring: how scores are computed.
-        expansion: how streams become keys and values.
-        streams: their number.
-        parameters: their number.
-    """
-
-    exchange: Exchange
-    scoring: Scoring
-    expansion: Expansion
-    streams: int
-    parameters: int
+    exchange: Exchange  # the messages
+    scoring: Scoring  # how scores are computed
+    expansion: Expansion  # how streams become keys and values
+    streams: int  # their number
+    parameters: int  # their number
 
     def given(self, values: Sequence[Any]) -> Given:
         """The values by their meaning: query, sinks, bias, streams, parameters of `keys_of`, and

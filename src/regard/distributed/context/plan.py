@@ -139,10 +139,7 @@ def agree_on_plan(
     find: Callable[[Ranks], list[tuple[Any, Mask]]],
 ) -> Plan:
     """The plan of the attention modules and masks that `find` returns; all ranks agree on it.
-
-    Raises:
-        TypeError, ValueError: on every rank, if `find` raises on one or the ranks differ.
-    """
+    Raises a TypeError or ValueError, on every rank, if `find` raises on one or the ranks differ."""
     ranks, refusal, found = Ranks(mesh), None, list[tuple[Any, Mask]]()
     try:
         if exchange not in get_args(Exchange):

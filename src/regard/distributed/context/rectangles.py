@@ -27,27 +27,16 @@ _BLOCKWISE = ("auto", "blocked", "sdpa")  # backends whose kernel on the CPU is 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """The options of a call's scores: scale, softcap, bias, mask; the same for all rectangles.
+    """The options of a call's scores: scale, softcap, bias, mask; the same for all rectangles."""
 
-    Attributes:
-        mask: about the whole sequence.
-        scale: as for `attend`.
-        softcap: as for `attend`.
-        rule: a score bias that is a rule; tensors are passed with the queries.
-        biased: whether there is a score bias of either kind.
-        backend: as for `attend`.
-        precision: as for `attend`.
-        device: of the queries.
-    """
-
-    mask: Mask
-    scale: float
-    softcap: float | None
-    rule: ScoreBias | None
-    biased: bool
-    backend: str
-    precision: str
-    device: torch.device
+    mask: Mask  # about the whole sequence
+    scale: float  # as for `attend`
+    softcap: float | None  # as for `attend`
+    rule: ScoreBias | None  # a score bias that is a rule; tensors are passed with the queries
+    biased: bool  # whether there is a score bias of either kind
+    backend: str  # as for `attend`
+    precision: str  # as for `attend`
+    device: torch.device  # of the queries
 
     @property
     def fused(self) -> bool:
@@ -92,17 +81,11 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Queries that follow one another by keys that follow one another.
+    """Queries that follow one another by keys that follow one another."""
 
-    Attributes:
-        span: their slots.
-        first: the first query, among all that are at hand.
-        key: the first key, among all that are at hand.
-    """
-
-    span: Span
-    first: int
-    key: int
+    span: Span  # their slots
+    first: int  # the first query, among all that are at hand
+    key: int  # the first key, among all that are at hand
 
     def of_queries(self, x: Tensor) -> Tensor:
         """A view of the rectangle's queries, along axis 2."""
@@ -153,13 +136,8 @@ def from_diagonal(mask: Mask, whole: Rectangle) -> Iterator[Rectangle]:
 
 
 def tiles(scoring: Scoring, whole: Rectangle, heads: int) -> Iterator[Rectangle]:
-    """The parts of a rectangle with visible scores, each of no more scores than fit a cache.
-
-    Args:
-        scoring: has the mask.
-        whole: the rectangle.
-        heads: query heads in all rows of the batch.
-    """
+    """The parts of a rectangle with visible scores, each of no more scores than fit a cache;
+    `heads` are the query heads in all rows of the batch."""
     span = whole.span
     size = max(BLOCK // 4, min(SCORES // max(1, heads * span.num_keys), BLOCK))
     for first in range(span.first_query, span.last_query + 1, size):
@@ -178,17 +156,9 @@ def attend_rectangle(
     bias: Tensor | None,
     found: Partial,
 ) -> None:
-    """Attention over one rectangle, merged into `found`, in place.
-
-    Args:
-        scoring: how scores are computed.
-        place: the rectangle.
-        q: all queries of this rank, `[B, H, L, D]`.
-        k: all keys at hand, `[B, G, S, D]`.
-        v: all values at hand, `[B, G, S, Dv]`.
-        bias: the score bias of the whole sequence, if it is a tensor.
-        found: of all queries of this rank.
-    """
+    """Attention of this rank's queries `[B, H, L, D]` to the keys and values at hand, over one
+    rectangle, merged into `found`, that of all queries, in place. A score bias that is a tensor is
+    that of the whole sequence."""
     if scoring.fused and not _runs_tiled(scoring, place, q, k, v):
         for part in from_diagonal(scoring.mask, place):
             _fused(scoring, part, q, k, v, found)

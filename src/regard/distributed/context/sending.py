@@ -23,19 +23,12 @@ Parts = tuple[Part, ...]
 
 
 class Call(NamedTuple):
-    """A call on which the ranks agree.
+    """A call on which the ranks agree."""
 
-    Attributes:
-        mask: about the whole sequence.
-        shards: the tokens of each rank.
-        positions: rotary positions of this rank's tokens, `[L]` or `[B, L]`.
-        top: the largest position of any rank, where frequencies depend on it.
-    """
-
-    mask: Mask
-    shards: Shards
-    positions: Tensor
-    top: int
+    mask: Mask  # about the whole sequence
+    shards: Shards  # the tokens of each rank
+    positions: Tensor  # rotary positions of this rank's tokens, `[L]` or `[B, L]`
+    top: int  # the largest position of any rank, where frequencies depend on it
 
     @property
     def span(self) -> Span:
@@ -44,18 +37,12 @@ class Call(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """This rank's queries, the streams that it sends, and how keys and outputs are made of them.
+    """This rank's queries, the streams that it sends, and how keys and outputs are made of them."""
 
-    Attributes:
-        q: this rank's queries.
-        streams: of this rank's tokens, to be sent.
-        read: from the result of attention to the outputs of the heads.
-        options: how keys are made of received streams, as `attend_shards` takes it.
-    """
-
-    q: Tensor
-    streams: tuple[Tensor, ...]
-    read: Callable[[Tensor], Tensor]
+    q: Tensor  # this rank's queries
+    streams: tuple[Tensor, ...]  # of this rank's tokens, to be sent
+    read: Callable[[Tensor], Tensor]  # from the result of attention to the outputs of the heads
+    # how keys are made of received streams, as `attend_shards` takes it
     options: Mapping[str, Any] = {}
 
 

@@ -28,15 +28,11 @@ _CELLS = 1 << 22  # of a bias: 16 MB in float32
 
 
 def attend_locally(prepared: Prepared, q: Tensor, part: Part, slots: Slots, rank: int) -> Partial:
-    """Attention of all queries to the rank's tokens.
+    """Attention of all queries `[B, H, L, D]` to this rank's tokens, stored at 0 and on as `slots`
+    says.
 
-    Args:
-        prepared: the call over all slots. Its backend runs the pieces that it can run; the cheapest
-            runs the others.
-        q: `[B, H, L, D]`.
-        part: the rank's streams, at the slots 0 and on of its storage.
-        slots: which slots these are.
-        rank: this rank.
+    The backend of the call over all slots runs the pieces that it can run; the cheapest runs the
+    others.
     """
     with without_autocast(prepared.call.device):
         prepared = prepared.stored_as(storage_of([part]))

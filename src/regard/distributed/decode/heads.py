@@ -60,12 +60,8 @@ class SameHeads:
 
 
 class SplitHeads:
-    """Tensor parallelism has split the heads over the ranks of the cache.
-
-    Args:
-        split: which rank has which heads.
-        keys: whether key heads are split, too; latents are replicated.
-    """
+    """Tensor parallelism has split the heads over the ranks of the cache, and the `keys` too unless
+    they are latents, which are replicated."""
 
     def __init__(self, split: HeadSplit, *, keys: bool) -> None:
         self.split, self.keys, self.ranks = split, keys, split.ranks
@@ -119,12 +115,9 @@ Heads = SameHeads | SplitHeads
 
 
 def heads_of(layer: Any, ranks: Ranks) -> Heads:
-    """The assignment of a layer's heads to the ranks of a cache.
-
-    Raises:
-        ValueError: if its heads are split over other ranks and some of these, or keys are rebuilt
-            by the ranks that have their heads.
-    """
+    """The assignment of a layer's heads to the ranks of a cache. Raises a ValueError if its heads
+    are split over other ranks and some of these, or keys are rebuilt by the ranks that have their
+    heads."""
     split, both = split_of(layer), ranks_of_both(layer, ranks)
     if split is None or not both:
         return SameHeads(ranks)
@@ -146,13 +139,8 @@ def heads_of(layer: Any, ranks: Ranks) -> Heads:
 
 
 def merge_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Tensor:
-    """Attention to the tokens of all ranks, the same bits on every rank.
-
-    Args:
-        ranks: the ranks that hold the tokens.
-        found: attention to the tokens of this rank.
-        sinks: a score for each head, merged once.
-    """
+    """Merge attention to the tokens of each rank, and once a score of a sink for each head:
+    attention to the tokens of all ranks, the same bits on every rank."""
     packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
     every = ranks.all_gather(packed, STEP)
     return merge_parts(every, sinks)

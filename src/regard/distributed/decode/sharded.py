@@ -111,11 +111,7 @@ class ShardedCache(Stored, Attending):
     def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
         """The call of a layer over the tokens of all ranks, with a log-sum-exp and without sinks.
 
-        Args:
-            layer: that fills the cache.
-            q: queries of its heads.
-            keys: of this rank's tokens.
-            at: the arguments of the layer.
+        The layer fills the cache; `keys` are those of this rank's tokens.
 
         Raises:
             ValueError: as `check_layer` and `prepare`.
@@ -187,11 +183,9 @@ class ShardedCache(Stored, Attending):
     ) -> Tensor:
         """Attention of `q` to the tokens of all ranks, `[B, H, L, Dv]`.
 
-        Args:
-            prepared: the call over all slots, prepared with `partial=True` and without sinks.
-            q: queries, `[B, H, L, D]`.
-            parts: what `update` returned, or keys and values made of it.
-            sinks: a score for each head, merged once.
+        The call over all slots is prepared with `partial=True` and without sinks, scores for each
+        head that are merged once; `parts` are those that `update` returned, or keys and values made
+        of them.
 
         Raises:
             ValueError: if the call has dropout.
@@ -218,11 +212,7 @@ class ShardedCache(Stored, Attending):
         self._slots.truncate(length)
 
     def can_truncate(self, length: int | Tensor) -> bool:
-        """Whether `truncate(length)` would not raise.
-
-        Args:
-            length: the number of tokens that would remain.
-        """
+        """Whether `truncate(length)` would not raise."""
         try:
             self._checked(length)
         except ValueError:

@@ -18,17 +18,11 @@ class Piece(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Tokens that lie side by side in a rank's storage, at the indices `start..stop`.
+    """Tokens that lie side by side in a rank's storage, at the indices `start..stop`."""
 
-    Attributes:
-        start: index of the first.
-        stop: one past the last.
-        runs: their slots.
-    """
-
-    start: int
-    stop: int
-    runs: Runs
+    start: int  # index of the first
+    stop: int  # one past the last
+    runs: Runs  # their slots
 
 
 class Slots:
@@ -36,10 +30,6 @@ class Slots:
 
     A new page goes to the rank with the fewest tokens, so that the ranks of an empty table take
     turns: page p is then held by rank `p % ranks`. A page takes about 150 bytes.
-
-    Args:
-        ranks: their number.
-        page_size: tokens that follow one another on one rank.
 
     Examples:
         >>> from regard.distributed.decode.slots import Slots
@@ -77,11 +67,8 @@ class Slots:
         return 0, 0
 
     def placed(self, pieces_of: Iterable[Iterable[tuple[int, int]]]) -> list[Piece]:
-        """Pieces for each rank's ranges of the next slots, counted from the first new one.
-
-        Raises:
-            ValueError: if the ranges of all ranks are not each slot once.
-        """
+        """Pieces for each rank's ranges of the next slots, counted from the first new one. Raises a
+        ValueError if the ranges of all ranks are not each slot once."""
         counts, pieces, first = self.counts, [], self.length
         for rank, ranges in enumerate(pieces_of):
             at = counts[rank]

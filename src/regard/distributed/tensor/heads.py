@@ -188,14 +188,7 @@ class HeadSplit(HeadLayout):
 
 
 def split_of(module: nn.Module | None) -> HeadSplit | None:
-    """The heads of a module that `tensor_parallel` has split over ranks; None of any other module.
-
-    Examples:
-        >>> from regard import Attention
-        >>> from regard.distributed.tensor.heads import split_of
-        >>> split_of(Attention(8, 2)) is None
-        True
-    """
+    """The heads of a module that `tensor_parallel` has split over ranks; None of other modules."""
     return None if module is None else vars(module).get("head_split")
 
 
@@ -283,12 +276,7 @@ def _alibi(bias: Alibi, given: int, heads: tuple[int, ...]) -> Alibi:
 
 
 class RelativeBiasOfHeads(nn.Module):
-    """The relative position bias of some heads.
-
-    Args:
-        rule: of all heads.
-        heads: their numbers.
-    """
+    """The relative position bias of some heads, of a rule for all."""
 
     def __init__(self, rule: RelativeBias, heads: tuple[int, ...]) -> None:
         super().__init__()
@@ -314,15 +302,10 @@ class RelativeBiasOfHeads(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class BiasOfHeads:
-    """The bias of this rank's heads, of a rule without parameters.
+    """The bias of this rank's heads, of a rule without parameters."""
 
-    Args:
-        rule: of all heads.
-        split: which heads are this rank's.
-    """
-
-    rule: ScoreBias
-    split: HeadSplit
+    rule: ScoreBias  # of all heads
+    split: HeadSplit  # which heads are this rank's
 
     def bias(
         self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype

@@ -1,6 +1,6 @@
 """The tensor-parallel plans of regard's layers: parameters that are split or replicated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,7 @@ from regard.matrices import matrix_objection
 from regard.ops.bias import RelativeBias
 
 Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module] | None:
@@ -35,14 +36,7 @@ def kind_of(layer: nn.Module) -> type[nn.Module] | None:
 
 
 def layout_of(layer: Any, size: int) -> HeadLayout:
-    """The assignment of a layer's heads to `size` ranks.
-
-    Examples:
-        >>> from regard import GroupedQueryAttention
-        >>> from regard.distributed.tensor.layers import layout_of
-        >>> layout_of(GroupedQueryAttention(64, 8, 2), 4).heads(3)
-        range(6, 8)
-    """
+    """The assignment of a layer's heads to `size` ranks."""
     # MLA rebuilds a key head for each query head
     latent = isinstance(layer, MultiHeadLatentAttention)
     return HeadLayout(layer.num_heads, layer.num_heads if latent else layer.num_kv_heads, size)
@@ -114,13 +108,17 @@ def split_styles(layer: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
     return split, styles
 
 
+def projection_styles(place: Placing, head_dim: int, names: Sequence[str] = PROJECTIONS) -> Styles:
+    """The styles of the projections of queries, keys, values and outputs, by these names."""
+    queries, rows = (
+        place.linear(SplitLinear, of(head_dim)) for of in (place.heads, place.kv_heads)
+    )
+    return dict(zip(names, (queries, rows, rows, place.output(head_dim)), strict=True))
+
+
 def _attention(layer: Any, place: Placing) -> Styles:
-    rows = place.linear(SplitLinear, place.kv_heads(layer.head_dim))
     return {
-        "q_proj": place.linear(SplitLinear, place.heads(layer.head_dim)),
-        "k_proj": rows,
-        "v_proj": rows,
-        "o_proj": place.output(layer.head_dim),
+        **projection_styles(place, layer.head_dim),
         **_norms(layer, place),
         **_gate(layer, place),
         "": SplitStyle(place.split, SplitAttention, {"sinks": place.heads(1)}),
@@ -184,12 +182,7 @@ STYLES: dict[type[nn.Module], Callable[[Any, Placing], Styles]] = {
 
 
 class Plan:
-    """The tensor-parallel plan of one module. Models of other libraries have subclasses.
-
-    Args:
-        module: one of regard's layers.
-        ranks: the ranks.
-    """
+    """The tensor-parallel plan of one module. Models of other libraries have subclasses."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.module, self.ranks = module, ranks

@@ -119,13 +119,6 @@ def plans_of(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
 
 
 def is_of_transformers(model: object) -> bool:
-    """Whether this is a model of transformers: a class of its package with a config.
-
-    Examples:
-        >>> from regard import Attention
-        >>> from regard.distributed.tensor.parallel import is_of_transformers
-        >>> is_of_transformers(Attention(8, 2))
-        False
-    """
+    """Whether this is a model of transformers: a class of its package with a config."""
     packages = (each.__module__.partition(".")[0] for each in type(model).__mro__)
     return isinstance(model, nn.Module) and hasattr(model, "config") and "transformers" in packages

@@ -57,15 +57,10 @@ def _make_as_many_groups(ranks: Ranks) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """The placement of a layer's parameters on the ranks.
+    """The placement of a layer's parameters on the ranks."""
 
-    Args:
-        split: the heads of the layer.
-        mesh: of one dimension, or of groups and replicas.
-    """
-
-    split: HeadSplit
-    mesh: DeviceMesh
+    split: HeadSplit  # the heads of the layer
+    mesh: DeviceMesh  # of one dimension, or of groups and replicas
 
     @classmethod
     def of(cls, split: HeadSplit) -> "Placing":

@@ -80,11 +80,8 @@ class SplitLatent(SplitLayer):
 
     def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
         """The form; absorbed, if the cache attends for the heads of all ranks: no rank can rebuild
-        all keys.
-
-        Raises:
-            ValueError: as on one device, or if it must be absorbed and `form="expanded"`.
-        """
+        all keys. Raises a ValueError as on one device, or if it must be absorbed and
+        `form="expanded"`."""
         own: Any = self
         if not attends_for_all_heads(cache):
             return super().choose(span)  # type: ignore[misc]

@@ -21,21 +21,15 @@ from regard.distributed.tensor.sums import all_reduce_gradient
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The placement of one parameter on the ranks.
+    """The placement of one parameter on the ranks."""
 
-    Args:
-        mesh: of the DTensor.
-        placements: of the DTensor.
-        dim: the dimension that is split.
-        order: of each stored row (or column, of `dim`), the one on one device; -1 for a row of
-            zeros. None if they are the same.
-        summed: the ranks whose gradients are added up, since each has that of its heads alone.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    dim: int = 0
+    mesh: DeviceMesh  # of the DTensor
+    placements: tuple[Placement, ...]  # of the DTensor
+    dim: int = 0  # the dimension that is split
+    # of each stored row (or column, of `dim`), the one on one device; -1 for a row of zeros. None
+    # if they are the same.
     order: Tensor | None = None
+    # the ranks whose gradients are added up, since each has that of its heads alone
     summed: Ranks | None = None
 
     def stored(self, whole: Tensor) -> Tensor:
@@ -127,11 +121,7 @@ class Split:
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
-        """Refused: padding would not stay zero.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise a RuntimeError: padding would not stay zero."""
         raise RuntimeError(
             "parameters that are split over ranks are not initialised again, since the weights of "
             "padding heads must stay zero; initialise the layer before tensor_parallel, or load a "
@@ -153,11 +143,9 @@ def split_class(kind: type[Any], mixin: type[Split]) -> type[Any]:
 class SplitStyle(ParallelStyle):
     """Distributes the parameters of a module and changes its class, for `parallelize_module`.
 
-    Args:
-        split: the heads of the layer.
-        mixin: the class that is added to the bases of the module's class.
-        shares: how each parameter lies on the ranks, by name; or how all lie of the module and of
-            those inside it. This is done once where layers share the module.
+    `mixin` is added to the bases of the module's class. `shares` say how each parameter lies on the
+    ranks, by name; or how all lie of the module and of those inside it. This is done once where
+    layers share the module.
     """
 
     def __init__(

@@ -10,15 +10,10 @@ from regard.hf.generating.watching import argument_of
 
 
 class Score(NamedTuple):
-    """The score of a continuation.
+    """The score of a continuation."""
 
-    Attributes:
-        log_probability: the sum over its tokens, in nats.
-        is_greedy: whether each token is the most probable one.
-    """
-
-    log_probability: float
-    is_greedy: bool
+    log_probability: float  # the sum over its tokens, in nats
+    is_greedy: bool  # whether each token is the most probable one
 
 
 @torch.no_grad()
@@ -33,18 +28,10 @@ def score(
     """Prefill the context into a new cache, then decode the continuation, one token a call.
 
     A full forward never reads a cache, so it cannot tell what codes or dropped keys cost; this
-    does. The first token of the continuation is scored by the prefill.
-
-    Args:
-        model: a causal model of transformers, in eval mode.
-        cache: makes a new, empty cache.
-        context: tokens, at least one.
-        continuation: tokens that follow, at least one.
-        max_length: positions of the model; tokens before that many are left out.
-
-    Raises:
-        ValueError: if there is no context, no continuation, or the continuation alone is longer
-            than `max_length`.
+    does. The first token of the continuation is scored by the prefill. `max_length` are the
+    positions of the model, which is in eval mode; tokens before that many are left out. A
+    ValueError is raised if there is no context or continuation, or the continuation alone is longer
+    than `max_length`.
     """
     if not context or not continuation:
         raise ValueError(

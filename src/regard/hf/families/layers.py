@@ -1,6 +1,7 @@
 """A model's attention module as a layer of regard that shares its weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -141,41 +142,32 @@ def rope_of(config: Any, head_dim: int, layer_type: str | None = None) -> Rotary
         )
     dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     pairing: Pairing = "pairs" if getattr(config, "rope_interleave", False) else "halves"
-    scaling = SCALINGS[kind](rope, config)
+    scaling = _scaling(SCALINGS[kind], rope, config)
     return Rotary(dim, theta=rope["rope_theta"], pairing=pairing, scaling=scaling)
 
 
-def _yarn(rope: Mapping[str, Any], config: Any) -> Scaling:
-    factors = ("attention_factor", "mscale", "mscale_all_dim")
-    optional = ("beta_fast", "beta_slow", "truncate", *factors)
-    options = {name: rope[name] for name in optional if rope.get(name) is not None}
-    before = rope["original_max_position_embeddings"]
-    return Yarn(rope["factor"], original_max_position=before, **options)
-
-
-def _longrope(rope: Mapping[str, Any], config: Any) -> Scaling:
-    before = rope["original_max_position_embeddings"]
-    return LongRope(
-        rope["short_factor"],
-        rope["long_factor"],
-        original_max_position=before,
-        factor=rope.get("factor") or config.max_position_embeddings / before,
-        attention_factor=rope.get("attention_factor"),
-    )
-
-
-SCALINGS: dict[str, Callable[[Mapping[str, Any], Any], Scaling | None]] = {
-    "default": lambda rope, config: None,
-    "linear": lambda rope, config: LinearScaling(rope["factor"]),
-    "llama3": lambda rope, config: Llama3(
-        rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position=rope["original_max_position_embeddings"],
-    ),
-    "dynamic": lambda rope, config: NTK(
-        rope["factor"], original_max_position=config.max_position_embeddings
-    ),
-    "yarn": _yarn,
-    "longrope": _longrope,
+SCALINGS: dict[str, Any] = {  # by transformers' names
+    "default": None,
+    "linear": LinearScaling,
+    "llama3": Llama3,
+    "dynamic": NTK,
+    "yarn": Yarn,
+    "longrope": LongRope,
 }
+
+
+def _scaling(kind: Any, rope: Mapping[str, Any], config: Any) -> Scaling | None:
+    """Build a scaling: its arguments have the names of the entries of `rope`, but for one."""
+    if kind is None:
+        return None
+    given = {name: value for name, value in rope.items() if value is not None}
+    before = given.get("original_max_position_embeddings")
+    if kind is NTK:
+        before = config.max_position_embeddings
+    if kind is LongRope:
+        given.setdefault("factor", config.max_position_embeddings / before)
+    given["original_max_position"] = before
+    scaling: Scaling = kind(
+        **{each.name: given[each.name] for each in fields(kind) if each.name in given}
+    )
+    return scaling

@@ -27,20 +27,15 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class Separate:
-    """Three children, one each for queries, keys and values.
+    """Three children, one each for queries, keys and values."""
 
-    Args:
-        q: the child that projects queries; `k` and `v` likewise.
-        head_dim: the module's attribute that holds the size of a head.
-        norm: whether `q_norm` and `k_norm` norm each head or the whole width; None without them.
-        clip: the attribute of the config whose value, unless None, bounds all three.
-    """
-
-    q: str = "q_proj"
+    q: str = "q_proj"  # the child that projects queries; `k` and `v` likewise
     k: str = "k_proj"
     v: str = "v_proj"
-    head_dim: str = "head_dim"
+    head_dim: str = "head_dim"  # the module's attribute that holds the size of a head
+    # whether `q_norm` and `k_norm` norm each head or the whole width; None without them
     norm: Literal["head", "width"] | None = None
+    # the attribute of the config whose value, unless None, bounds all three
     clip: str | None = None
 
     def queries(self, module: Any, x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
     kinds = layer_kinds(model)
     if kind == PAGED:
         whole = partial(paged, model, kinds)
-        return _paired(model, whole(**_checked(kind, whole, options)))
+        return paired(model, whole(**_checked(kind, whole, options)))
     maker: Any = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
     each = _for_each_layer(_checked(kind, maker, options), len(kinds))
     makers = [maker(**its) for its in each]
@@ -101,7 +101,7 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
             "kind='quantized' saves memory and holds every token"
         )
-    return _paired(model, GenerationCache(layers_of(kinds, makers), called_module(model)))
+    return paired(model, GenerationCache(layers_of(kinds, makers), called_module(model)))
 
 
 def _named(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -119,7 +119,7 @@ def _named(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return kind, its | options
 
 
-def _paired(model: Any, held: Any) -> Any:
+def paired(model: Any, held: Any) -> Any:
     """The cache that `generate` takes: with one for cross-attention where a model has that."""
     from transformers import DynamicCache, EncoderDecoderCache
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -100,12 +101,9 @@ class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
         return not self.is_sliding or getattr(self.cache, "rollback", 0) > 0
 
     def append(self, *streams: Tensor) -> tuple[Part, ...]:
-        """Append the streams of new tokens; returns all parts that may be attended to.
-
-        Raises:
-            ValueError: if rows hold different numbers of tokens, which transformers' masks cannot
-                express.
-        """
+        """Append the streams of new tokens; returns all parts that may be attended to. Raises a
+        ValueError if rows hold different numbers of tokens, which transformers' masks cannot
+        express."""
         self._span(streams[0].shape[2])
         self.is_initialized, self.batch_size = True, streams[0].shape[0]
         return self.cache.update(*streams)
@@ -170,9 +168,8 @@ class IndexedLayer(CacheLayer):
     """The cache of a layer of sparse attention, and the keys by which its indexer selects.
 
     A layer that attends to the keys of another one (Mistral Large 4) has only those of its indexer.
-
-    Raises:
-        ValueError: if its cache drops tokens, or stores them in pages or on several ranks.
+    A ValueError is raised for a cache that drops tokens, or stores them in pages or on several
+    ranks.
     """
 
     def __init__(self, make: Callable[[], Cache], has_keys: bool = True) -> None:
@@ -211,24 +208,16 @@ def static(*, max_length: int) -> Callable[[int | None], Cache]:
 
 def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
     """The window of layers that have one, and `rollback` more tokens; all tokens of others."""
-
-    def make(window: int | None) -> Cache:
-        return KVCache() if window is None else SlidingCache(window, rollback)
-
-    return make
+    return _by_window(KVCache, lambda window: SlidingCache(window, rollback))
 
 
 def quantized(
     *, bits: int = 8, group: int = GROUP, format: str | None = None, rollback: int = 0
 ) -> Callable[[int | None], Cache]:
     """As `sliding`, in codes of 8 or 4 bits, or of a format such as "K8V4"."""
-
-    def make(window: int | None) -> Cache:
-        if window is None:
-            return QuantizedCache(bits, group, format=format)
-        return QuantizedWindow(window, rollback, bits, group, format=format)
-
-    return make
+    codes: dict[str, Any] = {"bits": bits, "group": group, "format": format}
+    windowed = partial(QuantizedWindow, rollback=rollback, **codes)
+    return _by_window(partial(QuantizedCache, **codes), windowed)
 
 
 def evicting(
@@ -245,15 +234,15 @@ def evicting(
     8 or 4 bits, or of a format such as "K8V4". Other layers hold their window, stored alike."""
     own = budget, score or ExpectedAttention(), sinks, recent
     if bits is None and format is None:
-        return lambda window: EvictingCache(*own) if window is None else SlidingCache(window)
+        return _by_window(partial(EvictingCache, *own), SlidingCache)
     codes: dict[str, Any] = {"bits": bits or 8, "group": group, "format": format}
+    return _by_window(partial(QuantizedEvicting, *own, **codes), partial(QuantizedWindow, **codes))
 
-    def make(window: int | None) -> Cache:
-        if window is None:
-            return QuantizedEvicting(*own, **codes)
-        return QuantizedWindow(window, **codes)
 
-    return make
+def _by_window(
+    whole: Callable[[], Cache], windowed: Callable[[int], Cache]
+) -> Callable[[int | None], Cache]:
+    return lambda window: whole() if window is None else windowed(window)
 
 
 def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:

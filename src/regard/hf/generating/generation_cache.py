@@ -267,11 +267,8 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         super().reset()
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these batch rows, `[N]` integers, in this order, in all layers.
-
-        Raises:
-            ValueError: if they are not rows of this cache; no layer is then changed.
-        """
+        """Keep these batch rows, `[N]` integers, in this order, in all layers. Raises a ValueError
+        if they are not rows of this cache; no layer is then changed."""
         self._settle()
         self._check_rows(rows)
         self._last = None

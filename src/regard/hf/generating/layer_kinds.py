@@ -42,9 +42,8 @@ _KINDS = {  # by transformers' layer types; the numbers are those of the config
 def layer_kinds(model: Any) -> list[LayerKind]:
     """The kind of each decoder layer that a cache has, as the config and the modules say.
 
-    Raises:
-        ValueError: if the model takes no cache, no layer caches keys, or a layer caches something
-            other than keys, values and states.
+    A ValueError is raised if the model takes no cache, no layer caches keys, or a layer caches
+    something other than keys, values and states.
     """
     module = called_module(model)
     takes = inspect.signature(module.forward).parameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pool import PagePool
-from regard.cache.paging.tables import Cost, cost_of_selection
+from regard.cache.paging.tables import TableChange, select
 from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.generation_cache import GenerationCache
 from regard.hf.generating.texts import Text, text_of, tokens_wanted, without_first
@@ -61,11 +61,7 @@ class PagedGenerationCache(GenerationCache):
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
         """A call of the model begins; returns its arguments, without the tokens that are found.
-
-        Raises:
-            ValueError: as `GenerationCache.begin`; or if the model's weights are not those that the
-                pool is of.
-        """
+        Raises as `GenerationCache.begin`, and if the weights are not those that the pool is of."""
         given = super().begin(given)
         past, model = self.get_seq_length(), self.model
         if self._described is None or self._text is None or model is None:
@@ -201,16 +197,16 @@ class PagedGenerationCache(GenerationCache):
         with self.pool.memory.lock:
             self._check_rows(rows)
             numbers = rows.tolist()
-            self._check_room(cost_of_selection(cache.rows, numbers) for cache in self._pages)
+            self._check_room(select(cache.rows, numbers) for cache in self._pages)
             super().reorder(rows)
 
-    def _check_room(self, costs: Iterable[Cost]) -> None:
+    def _check_room(self, changes: Iterable[TableChange]) -> None:
         """Raise unless the pool has room for changes of all layers, one after another."""
         taken = freed = 0
-        for cost in costs:
-            taken += cost.copies
-            self.pool.memory.check_room(taken, freed=freed + cost.freed)
-            freed += cost.unreferenced  # the stored ones can be evicted from now on
+        for change in changes:
+            taken += change.copies
+            self.pool.memory.check_room(taken, freed=freed + change.freed)
+            freed += change.unreferenced  # the stored ones can be evicted from now on
 
     def reset(self) -> None:
         """As `GenerationCache.reset`."""

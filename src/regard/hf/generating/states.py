@@ -39,13 +39,9 @@ def map_tensors(states: StateDict, change: Callable[[Tensor], Tensor]) -> StateD
 
 
 class StateLayer(Layer, LinearAttentionLayer):  # type: ignore[misc]
-    """The states of one layer, with the number of their tokens.
-
-    Attributes:
-        tokens: how many tokens the states are of.
-        marks: by number of tokens, copies of earlier states that `truncate` can return to.
-        before: the states before the last call of the model, and the number of their tokens.
-    """
+    """The states of one layer, with the number of their tokens: copies of earlier states by number
+    of tokens, `marks`, to which `truncate` can return, and the states before the last call,
+    `before`."""
 
     is_compileable = False  # the number of tokens is counted by hooks, which compiled code has not
 
@@ -55,8 +51,7 @@ class StateLayer(Layer, LinearAttentionLayer):  # type: ignore[misc]
         self.before: tuple[int, StateDict] | None = None
 
     @property
-    def is_croppable(self) -> bool:
-        """To before the last call of the model, whose first tokens are then computed again."""
+    def is_croppable(self) -> bool:  # to before the last call, whose first tokens are run again
         return True
 
     @property
@@ -99,8 +94,6 @@ class StateLayer(Layer, LinearAttentionLayer):  # type: ignore[misc]
 class HybridLayer(CacheLayer, StateLayer):
     """The cache of one layer that has attention and recurrent states, such as a convolution's."""
 
-    is_compileable = False
-
     def __init__(self, make: Callable[[], Cache], number_of_states: int = 1) -> None:
         StateLayer.__init__(self, number_of_states)
         CacheLayer.__init__(self, make)
@@ -111,7 +104,7 @@ class HybridLayer(CacheLayer, StateLayer):
         return self.cache, States(self)
 
     def lazy_initialization(self, *args: Any, **given: Any) -> None:
-        """Prepare the states, for which transformers names the arguments; keys need nothing."""
+        """Allocate the states, if transformers gives any by name; keys need nothing."""
         if given:
             LinearAttentionLayer.lazy_initialization(self, **given)
 
@@ -201,11 +194,8 @@ class States(Stored):
         return length == self.length or (length < self.length and length in self.reachable_states())
 
     def truncate(self, length: int | Tensor) -> None:
-        """Return to the states that were recorded after so many tokens.
-
-        Raises:
-            ValueError: if none were.
-        """
+        """Return to the states that were recorded after so many tokens. Raises a ValueError if none
+        were."""
         if not self.can_truncate(length):
             lengths = sorted({*self.reachable_states(), self.length})
             got = length.tolist() if isinstance(length, Tensor) else length
@@ -231,15 +221,10 @@ class States(Stored):
         return Record(state, [each.detach() for each in self.tensors.values()])
 
     def fill(self, record: Record) -> None:
-        """Take the states of a file into this layer, which has none.
-
-        Raises:
-            ValueError: if it could not be the record of such a layer.
-        """
-        length: Any
-        names: Any
-        past: Any
-        length, names, past = (record.state.get(each) for each in ("length", "tensors", "past"))
+        """Take the states of a file into this layer, which has none. Raises a ValueError if it
+        could not be the record of such a layer."""
+        state: Any = record.state
+        length, names, past = map(state.get, ("length", "tensors", "past"))
         count = self.layer.number_of_states
         every = [[name, index] for name in _TENSORS for index in range(count)]
         if (
@@ -273,13 +258,8 @@ class States(Stored):
 
 
 class ModelCall(NamedTuple):
-    """A call of the model by its tokens, of which the first ones can be computed again.
-
-    Attributes:
-        past: tokens before it.
-        given: its arguments, without the cache.
-        grad, inference: whether gradients and the inference mode were on.
-    """
+    """A call of the model after `past` tokens, of which the first tokens can be computed again: its
+    arguments without the cache, and whether gradients and the inference mode were on."""
 
     past: int
     given: dict[str, Any]

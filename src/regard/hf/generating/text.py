@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.hf.generating.cache_of_model import cache as cache_for
+from regard.hf.generating.cache_of_model import paired
 from regard.hf.generating.watching import argument_of
 from regard.hf.packages import require
 from regard.hf.running.installing import install, uninstall
@@ -148,18 +149,16 @@ def write(
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty; give at least one token")
-    if warm_up:
-        _warm_up(model, inputs, attention, cache, format if pool is None else pool.format.name)
+    if warm_up:  # what compiles has compiled after three tokens
+        few = {name: each[:, -WARM_UP:] for name, each in inputs.items()}
+        form = format if pool is None else pool.format.name
+        with _attention_of(model, attention):
+            _generated(model, few, _cache(model, cache, WARM_UP + 3, form, None), 3)
     store = _cache(model, cache, length + max_new_tokens, format, pool)
-    options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
-    if temperature > 0:
-        options["temperature"] = temperature
     with _attention_of(model, attention), backends_run() as ran:
         clock = _clock(tokenizer, shown, ran)
         started = time.perf_counter()
-        out = model.generate(
-            **inputs, **argument_of(model, store), streamer=clock, disable_compile=True, **options
-        )
+        out = _generated(model, inputs, store, max_new_tokens, temperature, streamer=clock)
     tokens = out[0] if model.config.is_encoder_decoder else out[0, length:]
     first = clock.times[0]
     found: int = getattr(getattr(store, "self_attention_cache", store), "found", 0)
@@ -183,25 +182,19 @@ def write(
     )
 
 
-def _warm_up(model: Any, inputs: Any, attention: str, cache: str, format: str) -> None:
-    """Generate three tokens after the last of the prompt's, so that what compiles has compiled."""
-    few = {name: each[:, -WARM_UP:] for name, each in inputs.items()}
-    store = _cache(model, cache, WARM_UP + 3, format, None)
-    options = {"do_sample": False, "max_new_tokens": 3, "disable_compile": True}
-    with _attention_of(model, attention):
-        model.generate(**few, **argument_of(model, store), **options)
+def _generated(
+    model: Any, inputs: Any, store: Any, count: int, temperature: float = 0.0, **options: Any
+) -> Tensor:
+    """The tokens that the model generates after the inputs, with a cache."""
+    options |= {"do_sample": temperature > 0, "max_new_tokens": count, "disable_compile": True}
+    if temperature > 0:
+        options["temperature"] = temperature
+    out: Tensor = model.generate(**inputs, **argument_of(model, store), **options)
+    return out
 
 
 def cache_name(name: str) -> str:
-    """The name of a cache for `write`, as lists have it.
-
-    Raises:
-        ValueError: if it is none.
-
-    Examples:
-        >>> cache_name("k8v4")
-        'K8V4'
-    """
+    """The name of a cache for `write`, as lists have it. Raises a ValueError if it is none."""
     require("transformers")
     from regard.hf.generating.caches import NAMES
 
@@ -257,11 +250,9 @@ def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:
 
 def _cache(model: Any, name: str, length: int, format: str, pool: Any) -> Any:
     if name == OTHERS:
-        from transformers import DynamicCache, EncoderDecoderCache
+        from transformers import DynamicCache
 
-        own = DynamicCache(config=model.config.get_text_config(decoder=True))
-        pair = model.config.is_encoder_decoder
-        return EncoderDecoderCache(own, DynamicCache()) if pair else own
+        return paired(model, DynamicCache(config=model.config.get_text_config(decoder=True)))
     options: dict[str, Any] = {}
     if name == "static":
         options = {"max_length": length}

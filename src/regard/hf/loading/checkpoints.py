@@ -19,7 +19,7 @@ import torch
 from regard.cache_folder import FOLDER
 from regard.hf.loading import gguf_copies, latent_layers
 from regard.hf.loading.reading_gguf import check_gguf, read_once
-from regard.hf.loading.skeleton import MEND, check_report, check_skeleton, model_class
+from regard.hf.loading.skeleton import MEND, check_skeleton, filled, model_class
 from regard.hf.loading.untrusted import (
     CheckpointError,
     Contents,
@@ -90,8 +90,7 @@ def load(
         >>> type(model).__name__, model.dtype, tokenizer
         ('LlamaForCausalLM', torch.bfloat16, None)
     """
-    path = _existing(path)
-    with _one_error(path), _offline():
+    with _reading(path) as path:
         placed = path.is_dir() and latent_layers.is_described(path)
         if low_memory and (placed or not path.is_dir()):
             raise _Refused("low_memory reads stock safetensors; give the model's own folder")
@@ -109,13 +108,10 @@ def load(
 def skeleton(path: str | Path) -> Any:
     """The model that `load` would return, on the meta device: its modules without weights.
 
-    Of the weights only headers are read, so that errors of the configuration take a second.
-
-    Raises:
-        FileNotFoundError, CheckpointError, ImportError: as `load`.
+    Of the weights only headers are read, so that errors of the configuration take a second. Raises
+    as `load`.
     """
-    path = _existing(path)
-    with _one_error(path), _offline():
+    with _reading(path) as path:
         if path.is_dir() and latent_layers.is_described(path):
             return latent_layers.check_described(path)[2]
         with nullcontext() if path.is_dir() else read_once():
@@ -146,27 +142,16 @@ def stored_dtype(path: str | Path) -> torch.dtype:
         ...     stored_dtype(folder)
         torch.bfloat16
     """
-    path = _existing(path)
-    if not path.is_dir():
-        return torch.float16
-    with _one_error(path), _offline():
+    with _reading(path) as path:
+        if not path.is_dir():
+            return torch.float16
         if latent_layers.is_described(path):
-            return latent_layers.dtype_of(path)
-        source, contents, _ = _folder(path)
-        config = _config(source)
+            config, contents, _ = latent_layers.base_of(path)
+        else:
+            source, contents, _ = _folder(path)
+            config = _config(source)
     named: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
     return named or getattr(torch, contents.dtype)
-
-
-def _existing(path: str | Path) -> Path:
-    """The path, if it exists and the packages that read it are installed."""
-    path = Path(path)
-    if not path.exists():
-        on_the_hub = not path.is_absolute() and len(path.parts) == 2  # OWNER/NAME, perhaps
-        fetch = f"; to fetch it from the Hub: hf download {path} --local-dir FOLDER"
-        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}{fetch * on_the_hub}")
-    require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
-    return path
 
 
 def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tuple[Any, Any]:
@@ -282,34 +267,33 @@ def _model(
         require("accelerate")
         scratch = mkdtemp(prefix="regard-")
         options |= {"device_map": {"": "disk"}, "offload_folder": scratch}
-    model, report = made_by.from_pretrained(
-        **source,
-        **options,
-        **_plain_weights(source),
-        config=config,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # the report names them, and check_report raises
-    )
-    check_report(report, path)
+    if "gguf_file" in source:
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        options["use_safetensors"] = True
+    model = filled(made_by, path, **source, **options, config=config, dtype=dtype)
     if low_memory:
         finalize(model, shutil.rmtree, scratch, ignore_errors=True)
     return model
 
 
-def _plain_weights(source: Mapping[str, Any]) -> dict[str, Any]:
-    if "gguf_file" not in source:
-        return {"use_safetensors": True}
-    from transformers import GgufConfig
-
-    return {"quantization_config": GgufConfig(dequantize=True)}
-
-
 @contextmanager
-def _one_error(path: Path) -> Iterator[None]:
-    """Every error while reading becomes a CheckpointError that names `path`."""
+def _reading(given: str | Path) -> Iterator[Path]:
+    """The path, if it exists and the packages that read it are installed. In the `with` block there
+    is no network, and every error becomes a CheckpointError that names the path."""
+    path = Path(given)
+    if not path.exists():
+        on_the_hub = not path.is_absolute() and len(path.parts) == 2  # OWNER/NAME, perhaps
+        fetch = f"; to fetch it from the Hub: hf download {path} --local-dir FOLDER"
+        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}{fetch * on_the_hub}")
+    require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
-        yield
+        yield path
     except (CheckpointError, FileNotFoundError, _Refused):
         raise
     except BaseException as error:
@@ -318,16 +302,5 @@ def _one_error(path: Path) -> Iterator[None]:
             raise
         what = f"{type(error).__name__}: {error}"
         raise refused(path, "transformers must be able to read it", what, MEND) from error
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Without network access, for all that transformers reads inside of the `with` block."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
     finally:
         constants.HF_HUB_OFFLINE = before

@@ -20,6 +20,7 @@ from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRop
 
 WIDEST = 1 << 20  # channels: ten times what the largest published models have
 WIDEST_ROPE = 1 << 16  # its frequencies are computed when it is built
+ROPE = ("dim", "theta", "pairing")  # entries of a rotary embedding, besides its scaling
 SCALINGS: dict[str, Any] = {
     each.__name__: each for each in (Frequencies, LinearScaling, Llama3, LongRope, NTK, Yarn)
 }
@@ -55,9 +56,7 @@ def described(layer: LatentLayer) -> dict[str, Any]:
 
 def layer_from(entry: Any, file: Path) -> LatentLayer:
     """The layer that an entry of `file` describes, with parameters that are yet to be filled.
-
-    Raises:
-        CheckpointError: if an entry is missing, unknown, or not what such a layer could have.
+    Raises a CheckpointError if an entry is missing, unknown, or not what such a layer could have.
     """
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
@@ -115,13 +114,8 @@ def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _written_rope(rope: Rotary | NoRotary) -> dict[str, Any] | None:
     if not isinstance(rope, Rotary):
         return None
-    scaling = rope.scaling
-    return {
-        "dim": rope.dim,
-        "theta": rope.theta,
-        "pairing": rope.pairing,
-        "scaling": None if scaling is None else _written_scaling(scaling),
-    }
+    scaling = None if rope.scaling is None else _written_scaling(rope.scaling)
+    return {name: getattr(rope, name) for name in ROPE} | {"scaling": scaling}
 
 
 def _written_factor(scale: object) -> list[float] | None:
@@ -152,7 +146,7 @@ def _written_scaling(scaling: Scaling) -> dict[str, Any]:
 def _read_rope(value: Any) -> Rotary | NoRotary:
     if value is None:
         return NO_ROPE
-    if set(value) != {"dim", "theta", "pairing", "scaling"}:
+    if set(value) != {*ROPE, "scaling"}:
         raise ValueError(str(sorted(value)))
     dim, scaling = _size(value["dim"]), value["scaling"]
     if dim > WIDEST_ROPE:
@@ -192,42 +186,31 @@ NUMBER = Field("a finite number", _number)
 OPTIONAL_NUMBER = Field("null or a finite number", _or_none(_number))
 FLAG = Field("true or false", _flag)
 BIASES = Field(f"a list of {', '.join(MLA_BIASES)}", lambda value: set(_biases(value)), sorted)
+NORM = Field("null, 'head' or 'width'", _such((None, "head", "width").__contains__))
+GATE = Field("null, 'head' or 'channel'", _such((None, "head", "channel").__contains__))
 COMMON = {
-    "hidden_size": SIZE,
-    "num_heads": SIZE,
-    "kv_lora_rank": SIZE,
+    **dict.fromkeys(("hidden_size", "num_heads", "kv_lora_rank"), SIZE),
+    **dict.fromkeys(("dropout", "scale", "norm_eps"), NUMBER),
     "rope": Field("null or a rotary embedding", _read_rope, _written_rope),
     "window": OPTIONAL_SIZE,
-    "dropout": NUMBER,
-    "scale": NUMBER,
+}
+OF_LATENT_KV = {
+    **dict.fromkeys(("num_kv_heads", "head_dim"), SIZE),
+    **dict.fromkeys(("bias", "out_bias"), FLAG),
+    "softcap": OPTIONAL_NUMBER,
+    "qk_norm": NORM,
+}
+OF_MLA = {
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
+    **dict.fromkeys(("latent_norm", "sinks"), FLAG),
+    "q_lora_rank": OPTIONAL_SIZE,
+    "bias": BIASES,
+    "gate": GATE,
+    "query_scale": Field("null or three numbers", _read_factor, _written_factor),
 }
 KINDS = {
-    "LatentKV": Kind(
-        LatentKVAttention,
-        COMMON
-        | {"num_kv_heads": SIZE, "head_dim": SIZE, "softcap": OPTIONAL_NUMBER}
-        | {"bias": FLAG, "out_bias": FLAG}
-        | {
-            "qk_norm": Field(
-                "null, 'head' or 'width'", _such((None, "head", "width").__contains__)
-            ),
-            "norm_eps": NUMBER,
-        },
-    ),
-    "MLA": Kind(
-        MultiHeadLatentAttention,
-        COMMON
-        | {"q_lora_rank": OPTIONAL_SIZE, "qk_nope_head_dim": SIZE, "qk_rope_head_dim": SIZE}
-        | {"v_head_dim": SIZE, "latent_norm": FLAG, "norm_eps": NUMBER}
-        | {
-            "bias": BIASES,
-            "sinks": FLAG,
-            "gate": Field(
-                "null, 'head' or 'channel'", _such((None, "head", "channel").__contains__)
-            ),
-        }
-        | {"query_scale": Field("null or three numbers", _read_factor, _written_factor)},
-    ),
+    "LatentKV": Kind(LatentKVAttention, COMMON | OF_LATENT_KV),
+    "MLA": Kind(MultiHeadLatentAttention, COMMON | OF_MLA),
 }
 ADDED: dict[str, dict[str, Any]] = {  # older folders lack these
     "LatentKV": {"qk_norm": None, "norm_eps": 1e-6},

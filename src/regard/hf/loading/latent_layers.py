@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from regard.hf.loading.descriptions import layer_from
-from regard.hf.loading.skeleton import check_report, check_skeleton, model_class
+from regard.hf.loading.skeleton import check_skeleton, filled, model_class
 from regard.hf.loading.untrusted import (
+    Contents,
     check_config,
     check_files,
     check_json_files,
@@ -28,11 +29,8 @@ ENTRIES = {"model_type", "architectures", "format", "base", "layers"}
 
 
 def is_described(folder: Path) -> bool:
-    """Whether `folder` holds a model with latent layers of regard.
-
-    Raises:
-        CheckpointError: if its configuration cannot be read, or leads out of the folder.
-    """
+    """Whether `folder` holds a model with latent layers of regard. Raises a CheckpointError if its
+    configuration cannot be read, or leads out of the folder."""
     file = folder / "config.json"
     if not file.exists():
         return False
@@ -41,63 +39,35 @@ def is_described(folder: Path) -> bool:
 
 
 def load_described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model in `folder`, and the configuration of its base model.
-
-    Raises:
-        FileNotFoundError: if weights are missing.
-        CheckpointError: if the files are not those of a sound model.
-    """
+    """The model in `folder`, and the configuration of its base model. Raises a FileNotFoundError if
+    weights are missing, and a CheckpointError if the files are not those of a sound model."""
     made_by, config, _ = check_described(folder)
-    model, report = made_by.from_pretrained(
-        None,
-        config=config,
-        state_dict=_weights(folder),
-        dtype=dtype,
-        attn_implementation="sdpa",
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # the report names them, and check_report raises
-    )
-    check_report(report, folder)
+    source = {"pretrained_model_name_or_path": None, "state_dict": _weights(folder)}
+    options = {"config": config, "dtype": dtype, "attn_implementation": "sdpa"}
+    model = filled(made_by, folder, **source, **options)
     model.__class__ = made_by.__base__  # the subclass is needed for its constructor only
     model.config.name_or_path = str(folder)
     _add_generation_config(model, folder)
     return model, model.config
 
 
-def dtype_of(folder: Path) -> torch.dtype:
-    """The dtype of the model in `folder`.
-
-    Raises:
-        FileNotFoundError, CheckpointError: as `load_described`.
-    """
-    check_json_files(folder)
-    file = folder / "config.json"
-    contents = check_weights(folder, WEIGHTS, INDEX)
-    config, _ = _base_and_layers(read_json(file), file)
-    dtype: torch.dtype = config.dtype or getattr(torch, contents.dtype)
-    return dtype
-
-
 def check_described(folder: Path) -> tuple[Any, Any, Any]:
     """The class of the model in `folder`, its configuration, and the model on the meta device.
+    Raises as `load_described`."""
+    config, contents, entries = base_of(folder)
+    made_by = _with_layers(model_class(config), entries, folder / "config.json")
+    return made_by, config, check_skeleton(made_by, config, contents, folder)
 
-    Raises:
-        FileNotFoundError, CheckpointError: as `load_described`.
-    """
+
+def base_of(folder: Path) -> tuple[Any, Contents, list[Any]]:
+    """The base model's configuration, the contents of the weights, and the entries for layers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     check_json_files(folder)
     file = folder / "config.json"
     description = read_json(file)
     check_config(description, file)
     contents = check_weights(folder, WEIGHTS, INDEX)
-    config, entries = _base_and_layers(description, file)
-    made_by = _with_layers(model_class(config), entries, file)
-    return made_by, config, check_skeleton(made_by, config, contents, folder)
-
-
-def _base_and_layers(description: dict[str, Any], file: Path) -> tuple[Any, list[Any]]:
-    """The base model's configuration and the entries for its layers."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     if set(description) != ENTRIES:
         raise refused(file, f"it must have {', '.join(sorted(ENTRIES))}", sorted(description))
     if description["format"] != FORMAT:
@@ -111,7 +81,7 @@ def _base_and_layers(description: dict[str, Any], file: Path) -> tuple[Any, list
         raise refused(file, "'base' may not be quantised", base["quantization_config"])
     if not isinstance(layers, list):
         raise refused(file, "'layers' must be a list", layers)
-    return CONFIG_MAPPING[model_type].from_dict(base), layers
+    return CONFIG_MAPPING[model_type].from_dict(base), contents, layers
 
 
 def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:
@@ -130,16 +100,13 @@ def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the checkpoint, by name."""
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
     files = {WEIGHTS}
     if not (folder / WEIGHTS).is_file():
         files = set(read_json(folder / INDEX)["weight_map"].values())
-    tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(files):
-        with safe_open(folder / name, framework="pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return tensors
+    loaded = (load_file(folder / name) for name in sorted(files))
+    return {name: tensor for tensors in loaded for name, tensor in tensors.items()}
 
 
 def _add_generation_config(model: Any, folder: Path) -> None:

@@ -19,15 +19,8 @@ def only_offloaded(module: nn.Module) -> bool:
 
 
 def fetched(module: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer of a module, read from the disk if it is offloaded.
-
-    Raises:
-        ValueError: if it is on the meta device and not offloaded.
-
-    Examples:
-        >>> fetched(nn.Linear(2, 3), "bias").shape
-        torch.Size([3])
-    """
+    """A parameter or buffer of a module, read from the disk if it is offloaded. Raises a ValueError
+    if it is on the meta device and not offloaded."""
     tensor: Tensor = getattr(module, name)
     if not tensor.is_meta:
         return tensor.detach()

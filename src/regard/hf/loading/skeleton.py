@@ -4,7 +4,7 @@ A configuration of a kilobyte can have a million layers or a vocabulary of 2**40
 built on the meta device, where tensors take no memory, and its modules are counted meanwhile.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,8 @@ SHOWN = 3  # weights that an error names
 
 
 def model_class(config: Any) -> Any:
-    """The class for `config`: the one it names, if transformers has it, else the usual one.
-
-    Raises:
-        ValueError: if transformers has no model for it.
-    """
+    """The class for `config`: the one it names, if transformers has it, else the usual one. Raises
+    a ValueError if transformers has no model for it."""
     import transformers
 
     base = transformers.PreTrainedModel
@@ -52,11 +49,8 @@ def model_class(config: Any) -> Any:
 
 
 def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) -> Any:
-    """A model of class `made_by` on the meta device, if it needs no more than `file` holds.
-
-    Raises:
-        CheckpointError: if it has more modules or elements than that.
-    """
+    """A model of class `made_by` on the meta device. Raises a CheckpointError if it has more
+    modules or elements than what `file` holds."""
     tensors = len(contents.names)
     limit = FREE + MODULES * tensors
 
@@ -80,16 +74,19 @@ def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) ->
     return model
 
 
-def check_report(report: Mapping[str, Any], path: Path) -> None:
-    """Raise if transformers did not find every weight: it fills missing ones with random values.
+def filled(made_by: Any, path: Path, **options: Any) -> Any:
+    """The model that `from_pretrained` returns, which fills missing weights with random values.
 
     Raises:
-        CheckpointError: naming some of them.
+        CheckpointError: naming some weights that transformers did not find, or of other shapes.
     """
+    also = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the report names them
+    model, report = made_by.from_pretrained(**options, **also)
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
         if found := sorted(_shown(key) for key in report[kind]):
             shown = f"{len(found)} {kind.replace('_', ' ')}: {', '.join(found[:SHOWN])}"
             raise refused(path, "the files must hold every weight in its shape", shown, MEND)
+    return model
 
 
 def _shown(key: str | tuple[str, Any, Any]) -> str:

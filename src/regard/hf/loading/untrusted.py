@@ -71,13 +71,10 @@ def refused(
 
 
 def check_files(folder: Path) -> None:
-    """Raise unless all that could be read in `folder` are existing files of bounded size.
+    """Raise a CheckpointError unless all that could be read in `folder` are files of bounded size.
 
     A link must stay inside the folder, or be one of a Hugging Face cache, which has the files in
     `blobs` and links to them from `snapshots/<revision>`.
-
-    Raises:
-        CheckpointError: naming the file.
     """
     home = folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
@@ -95,11 +92,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_json_files(folder: Path) -> None:
-    """Raise unless the JSON that transformers reads beside the configuration is of bounded size.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
+    """Raise a CheckpointError unless the JSON beside the configuration is of bounded size."""
     if (folder / "adapter_config.json").exists():  # it can name another model and pickles
         out = "merge it into its model and save that, or move it elsewhere"
         raise refused(folder, "an adapter is not read", "adapter_config.json", out)
@@ -112,11 +105,8 @@ def check_json_files(folder: Path) -> None:
 
 
 def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> dict[str, Any]:
-    """The JSON object in `file`, of at most `limit` bytes.
-
-    Raises:
-        CheckpointError: if it is larger, is not an object, or has a key twice.
-    """
+    """The JSON object in `file`, of at most `limit` bytes. Raises a CheckpointError if it is
+    larger, is not an object, or has a key twice."""
     if not file.is_file():
         raise refused(file, "it must be a file", "something else")
     size = file.stat().st_size
@@ -126,11 +116,7 @@ def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> d
 
 
 def parse_json(data: bytes, file: Path, *, commas: int = COMMAS) -> dict[str, Any]:
-    """The JSON object in `data`, which was read from `file`.
-
-    Raises:
-        CheckpointError: as `read_json`.
-    """
+    """The JSON object in `data`, which was read from `file`; raises as `read_json`."""
     if data.count(b",") > commas:
         raise refused(file, f"its JSON may have {commas} commas", data.count(b","))
     try:
@@ -152,11 +138,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], file: Path) -> None:
-    """Raise unless every number is one that a model could have, and no entry names code.
-
-    Raises:
-        CheckpointError: naming the entry.
-    """
+    """Raise a CheckpointError unless numbers are those of a model, and no entry names code."""
     for key, value, depth in _entries(config):
         if depth > DEPTH:
             raise refused(file, f"its JSON may be {DEPTH} levels deep", f"more under {key!r}")
@@ -184,17 +166,11 @@ def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
 
 
 def check_number(key: str, value: int | float, file: Path) -> None:
-    """Raise unless `value` is a number that the entry `key` of a model could have.
-
-    Raises:
-        CheckpointError: naming the entry and the limit.
-    """
+    """Raise a CheckpointError unless the entry `key` of a model could have this value."""
     key = key.lower()
-    if not math.isfinite(value):
-        if any(word in key for word in SIZES):
-            raise refused(file, f"{key!r} must be finite", value)
-        return
     if isinstance(value, float):
+        if not math.isfinite(value) and any(word in key for word in SIZES):
+            raise refused(file, f"{key!r} must be finite", value)
         return
     limit = INTEGER
     if "layer" in key or "depth" in key or key.endswith("block_count"):

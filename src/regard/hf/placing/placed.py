@@ -91,11 +91,8 @@ class PlacedMLA(MultiHeadLatentAttention):
 
 
 def empty_copy(layer: LatentLayer) -> nn.Module:
-    """A layer of the same sizes that transformers can call, its parameters not filled yet.
-
-    Raises:
-        ValueError: as `arguments_of`.
-    """
+    """A layer of the same sizes that transformers can call, its parameters not filled yet. Raises
+    as `arguments_of`."""
     made_by = PlacedLatentKV if isinstance(layer, LatentKVAttention) else PlacedMLA
     with torch.device("meta"):
         return made_by(**arguments_of(layer))

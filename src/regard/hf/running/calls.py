@@ -32,10 +32,7 @@ def arrive(
     module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
 ) -> tuple[Family, dict[str, Any]]:
     """The family of a module, and by their names the arguments that follow the hidden states.
-
-    Raises:
-        ValueError: if an argument would change the result and is not supported.
-    """
+    Raises a ValueError if an argument would change the result and is not supported."""
     family = known_family(module)
     if args:
         names = list(inspect.signature(type(module).forward).parameters)[2:]
@@ -116,15 +113,13 @@ def precision_of(module: nn.Module) -> str:
 
 
 class CachedKeys(Sequence[Tensor]):
-    """Keys and values of all tokens of a call, in the parts that a cache returned.
+    """Keys and values of all tokens of a call, in the `parts` that a cache returned: pages, codes,
+    tensors.
 
     As a sequence it is a pair of tensors, as transformers passes keys and values between layers:
-    indexing copies them out of pages or codes. Layers that regard runs read the parts.
-
-    Attributes:
-        parts: as the cache returned them, which may be pages or codes.
-        attending: the cache if it attends by itself, as each rank stores a share of its tokens.
-        make: computes keys and values from parts that hold something else, as one joined stream.
+    indexing copies them out of pages or codes. Layers that regard runs read the parts. `attending`
+    is the cache if it attends by itself, as each rank stores a share of its tokens; `make` computes
+    keys and values from parts that hold something else, as one joined stream.
     """
 
     def __init__(
@@ -165,18 +160,10 @@ def appended(cache: Any, module: Any, *streams: Tensor, pieces: tuple[int, ...] 
     """The streams of a module in a cache, with these of new tokens appended.
 
     The cache is one of transformers or of `regard.hf.cache`, or None. Slots count from the first
-    key that is still held: so do the masks of transformers number a window's keys.
-
-    Args:
-        cache: of all layers.
-        module: whose layer of the cache it is.
-        streams: of the new tokens.
-        pieces: widths of the parts of one stream that quantised caches store with scales of their
-            own.
-
-    Raises:
-        ValueError: if tensor parallelism has split the heads of the module over the ranks of a
-            cache that attends by itself.
+    key that is still held: so do the masks of transformers number a window's keys. `pieces` are the
+    widths of the parts of one stream that quantised caches store with scales of their own. A
+    ValueError is raised if tensor parallelism has split the module's heads over the ranks of the
+    cache.
     """
     if cache is None:
         return CachedKeys.of(*streams)
@@ -216,18 +203,10 @@ def attended(
 ) -> Attended:
     """Attention of queries to keys, described and then run by the backend chosen for it.
 
-    Args:
-        q: queries.
-        keys: keys and values.
-        at: which keys are visible, and the values that the mask adds to the scores.
-        given: the arguments of the module's call, which may ask for weights.
-        attending: the cache, if it attends by itself.
-        bias: added to the scores besides.
-        sinks: logits of each head, or of each head and query, that take part in the softmax.
-        options: further options of `prepare`.
-
-    Raises:
-        ValueError: if weights are wanted and the cache attends by itself, without all keys here.
+    `at` says which keys are visible; `bias` is added to the scores besides; `sinks` are logits of
+    each head, or of each head and query. A cache that attends by itself, `attending`, does not have
+    all keys here: a ValueError is raised if weights are wanted of it. `options` are further ones of
+    `prepare`.
     """
     k, v = keys.outlines
     if at.bias is not None:

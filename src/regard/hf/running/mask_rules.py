@@ -38,16 +38,11 @@ class RuleMask(Tensor):
 
     Attention reads the rule. Every other use of the tensor, such as a slice, makes its cells, which
     attention reads from then on: code of a model may have written to them.
-
-    Attributes:
-        rule: which keys are visible, over the slots of `span`.
-        span: slots of the queries and keys; keys begin with slot 0.
-        cells: the mask without a rule, once something other than attention has used it.
     """
 
-    rule: Mask
-    span: Span
-    cells: Tensor | None
+    rule: Mask  # which keys are visible, over the slots of `span`
+    span: Span  # slots of the queries and keys; keys begin with slot 0
+    cells: Tensor | None  # the mask without a rule, once something other than attention has used it
     make: Callable[[], Tensor]
 
     @staticmethod
@@ -111,24 +106,13 @@ def mask_of(
     device: Any = "cpu",
     **given: Any,
 ) -> Tensor | None:
-    """The mask of a call, for transformers' `AttentionMaskInterface`.
+    """The mask of a call, for transformers' `AttentionMaskInterface`, whose arguments these are.
 
-    It is a `RuleMask` where the function of indices is known. It is the mask of cells where the
-    function is not, while a call is compiled or traced, and with static caches, whose steps are
-    compiled.
-
-    Args:
-        make: makes the mask of cells, numbers of `dtype=` to be added to scores; by default
-            transformers' `sdpa_mask`, which makes booleans.
-        batch_size: rows.
-        q_length: queries of a row.
-        kv_length: keys of a row.
-        q_offset: position of the first query; a tensor in static caches.
-        kv_offset: position of the first key.
-        mask_function: function of `(b, h, q_idx, kv_idx)`, by default the causal one.
-        attention_mask: `[B, S]` booleans, True for tokens that are not padding.
-        device: device of the mask.
-        **given: further arguments of `make`.
+    It is a `RuleMask` where the function of indices is known. It is the mask of cells, which `make`
+    computes, where the function is not known, while a call is compiled or traced, and with static
+    caches, whose steps are compiled and whose `q_offset` is a tensor. By default `make` is
+    transformers' `sdpa_mask`, which makes booleans; others make numbers of `dtype=` to be added to
+    scores. `attention_mask` is `[B, S]` booleans, True for tokens that are not padding.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -214,14 +198,11 @@ def _by_position(cells: Cells, held: Held) -> Mask | None:
 
 
 class Known(NamedTuple):
-    """How a mask function is read.
+    """How a mask function is read."""
 
-    Attributes:
-        read: the rule, from the variables that the function has kept.
-        sample: arguments of the factory for the comparison; None if the function has no factory.
-    """
-
+    # the rule, from the variables that the function has kept
     read: Callable[[Cells, Held], Mask | None]
+    # arguments of the factory for the comparison; None if the function has no factory
     sample: Callable[[], tuple[Any, ...]] | None
 
 

@@ -72,11 +72,8 @@ def visible(
 
 def in_documents(module: nn.Module, at: Visible, given: Mapping[str, Any]) -> Visible:
     """The same within each of the documents that `cu_seq_lens_q` and `cu_seq_lens_k` pack in one
-    row, as collators without padding pass them on.
-
-    Raises:
-        ValueError: if queries and keys have other documents, or those of another number of tokens.
-    """
+    row, as collators without padding pass them on. Raises a ValueError if queries and keys have
+    other documents, or those of another number of tokens."""
     lengths, of_keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if lengths is None and of_keys is None:
         return at
@@ -100,11 +97,8 @@ def in_documents(module: nn.Module, at: Visible, given: Mapping[str, Any]) -> Vi
 
 
 def among(at: Visible, indices: Int[Tensor, "B L K"] | None, keys: int) -> Visible:
-    """The same, of the keys that each query selects: slots below `keys` (DeepSeek-V3.2).
-
-    Raises:
-        ValueError: if it is not `[B, L, K]`.
-    """
+    """The same, of the keys that each query selects, `[B, L, K]` slots below `keys`
+    (DeepSeek-V3.2). Raises a ValueError if `indices` have another shape."""
     if indices is None:
         return at
     if indices.ndim != 3 or indices.shape[1] != at.span.num_queries:

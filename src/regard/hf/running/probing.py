@@ -107,8 +107,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
     padded = one.new_zeros(hidden.shape)
     padded.masked_fill_(hidden.to(one.device), torch.finfo(one.dtype).min)
-    angles = partial(_angles, family, module, like=one)
-
+    angles = partial(_angles, family, module, TOKENS, like=one)
     places = torch.arange(TOKENS, device=one.device).unsqueeze(0)
 
     def alibi(keys: int) -> Tensor | None:
@@ -116,26 +115,22 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         has = getattr(getattr(module, "config", None), "alibi", False)
         return one.new_zeros(ROWS * family.sizes(module)[0], 1, keys) if has else None
 
-    def all_at_once(forward: Forward, mask: Tensor | None) -> Tensor:
-        given = {family.mask: mask, "position_embeddings": angles(TOKENS), "alibi": alibi(TOKENS)}
-        given |= {"position_ids": places, "shared_kv_states": {}}
-        out: Tensor = forward(module, x, **_accepted(module, given))[0]
+    def of_tokens(forward: Forward, start: int, stop: int, mask: Any, **more: Any) -> Tensor:
+        given = {family.mask: mask, "position_embeddings": _cut(angles(), start, stop)}
+        given |= {"alibi": alibi(stop), "position_ids": places[:, start:stop]}
+        given = _accepted(module, given | {"shared_kv_states": {}} | more)
+        out: Tensor = forward(module, x[:, start:stop].contiguous(), **given)[0]
         return out
 
     def one_by_one(forward: Forward) -> Tensor:
-        cache, outs = DynamicCache(), []
+        cached, outs = dict.fromkeys((family.cache, *CACHES), DynamicCache()), []
         for start, stop in ((0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
-            rotated = _cut(angles(TOKENS), start, stop)
-            given = {family.mask: padded[:, :, start:stop, :stop], "position_embeddings": rotated}
-            given |= dict.fromkeys((family.cache, *CACHES), cache) | {"alibi": alibi(stop)}
-            given = _accepted(
-                module, given | {"position_ids": places[:, start:stop], "shared_kv_states": {}}
-            )
-            outs.append(forward(module, x[:, start:stop].contiguous(), **given)[0])
+            mask = padded[:, :, start:stop, :stop]
+            outs.append(of_tokens(forward, start, stop, mask, **cached))
         return torch.cat(outs, dim=1)
 
-    yield "no mask", lambda forward: all_at_once(forward, None)
-    yield "padding", lambda forward: all_at_once(forward, padded)
+    yield "no mask", partial(of_tokens, start=0, stop=TOKENS, mask=None)
+    yield "padding", partial(of_tokens, start=0, stop=TOKENS, mask=padded)
     takes = inspect.signature(type(module).forward).parameters
     if {family.cache, *CACHES} & {*takes} and getattr(module, "layer_idx", 0) is not None:
         yield "a cache", one_by_one

@@ -51,12 +51,10 @@ def register() -> str:
 
 
 def mask(*, config: Any = None, **given: Any) -> Tensor | None:
-    """What transformers calls a mask function: `mask_of`, with cells to be added to scores for the
-    models that `sdpa` does not serve, since their code may read and extend them.
-
-    Raises:
-        ValueError: if the model computes attention itself: it would add a bool mask to its scores.
-    """
+    """The mask function that `register` gives to transformers: `mask_of`, with cells to be added to
+    scores for the models that `sdpa` does not serve, since their code may read and extend them.
+    Raises a ValueError if the model computes attention itself: it would add a bool mask to its
+    scores."""
     from transformers.masking_utils import eager_mask
 
     name = type(config).__module__.replace(".configuration_", ".modeling_")

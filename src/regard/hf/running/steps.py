@@ -32,30 +32,19 @@ Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before ro
 
 
 class InstalledStep(NamedTuple):
-    """A decoding step that an installed module has run, and the values that the next one shares.
+    """A decoding step that an installed module has run, and the values that the next one shares."""
 
-    Attributes:
-        settings: of the module.
-        shape: of its input.
-        dtype: of queries, keys and values.
-        held: the buffers of the cache. Their addresses, shapes and strides are read at each step,
-            since each buffer may be moved or changed in place before the next one.
-        streams: keys and values in these buffers, as numbers or as codes.
-        most: keys up to which the step is the quickest and no key is hidden.
-        run_one: the compiled function for these sizes.
-        scale: of the scores.
-        version: of the rates by which the step was chosen.
-    """
-
-    settings: tuple[Any, ...]
-    shape: torch.Size
-    dtype: torch.dtype
+    settings: tuple[Any, ...]  # of the module
+    shape: torch.Size  # of its input
+    dtype: torch.dtype  # of queries, keys and values
+    # the buffers of the cache. Their addresses, shapes and strides are read at each step, since
+    # each buffer may be moved or changed in place before the next one.
     held: tuple[Tensor, ...]
-    streams: tuple[AnyStream, ...]
-    most: int
-    run_one: Callable[..., Tensor | None]
-    scale: float
-    version: int
+    streams: tuple[AnyStream, ...]  # keys and values in these buffers, as numbers or as codes
+    most: int  # keys up to which the step is the quickest and no key is hidden
+    run_one: Callable[..., Tensor | None]  # the compiled function for these sizes
+    scale: float  # of the scores
+    version: int  # of the rates by which the step was chosen
 
     def fits(self, cache: KVCache | StaticCache | QuantizedCache, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the step."""
@@ -72,8 +61,8 @@ class InstalledStep(NamedTuple):
     ) -> Tensor | None:
         """The heads' outputs `[B, H, 1, Dv]` for the new token, which is appended to the cache.
 
-        None, and the cache is as before, if compiled code cannot read a tensor as it lies: one with
-        strides or of a dtype of its own, the model's angles, or a buffer that was changed.
+        None, and the cache is as before, if compiled code cannot read a tensor: heads with other
+        strides or of another dtype, the model's angles, or a buffer that was changed.
         """
         cache = given[family.cache].layers[module.layer_idx].cache
         angles = given["position_embeddings"] if family.rotate is rotating.halves else None

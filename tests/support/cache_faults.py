@@ -9,12 +9,12 @@ from regard.cache import streams
 from regard.cache.paging import appending, paged, tables
 from regard.cache.paging.memory import Memory
 from regard.cache.paging.pages import PageTable, Slab
-from regard.cache.paging.tables import Tables
+from regard.cache.paging.tables import TableChange, Tables
 
 
 def fork_shares_the_open_page(patch):
-    def shared(memory, tables, rows, *, copies_all=False):
-        return [tables[row].copied() for row in rows]
+    def shared(tables, rows, *, copies_all=False):
+        return TableChange(tables, [tables[row].copied() for row in rows], [])
 
     patch.setattr(paged, "select", shared)
 

@@ -1,6 +1,7 @@
 """`codes.quantize` as one loop over rows of numbers, compiled by numba."""
 
 import functools
+import inspect
 from typing import Any, no_type_check
 
 import numpy as np
@@ -11,14 +12,13 @@ from regard.compiling import compiled_from, part
 
 LOW = np.int32(0xFFFF)  # the bits of a float32 that a bfloat16 does not have
 SIGNATURE = types.void(types.voidptr, types.voidptr, types.voidptr, types.int64, types.int64)
-bytes_of = part(layout.bytes_of)
+bytes_of = part(inspect.unwrap(layout.bytes_of))  # numba compiles no check of annotations
 
 
 @functools.cache
 @no_type_check
 def kernel(bits: int, group: int) -> Any:
-    """A C function of the addresses of numbers, codes and scales, the number of rows, and the width
-    of a row."""
+    """A C function of the addresses of numbers, codes and scales, then of rows and their width."""
 
     def quantize(numbers, codes, scales, rows, width):
         groups = (width + group - 1) // group

@@ -5,10 +5,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-MOST_ROWS = (
-    8  # rows, or tokens, that compiled code multiplies by a weight that it reads once; torch's
-)
-# kernels multiply more of them as quickly
+# Tokens that compiled code multiplies by a weight that it reads once: torch's kernels multiply more
+# of them as quickly.
+MOST_ROWS = 8
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 

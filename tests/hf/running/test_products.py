@@ -240,6 +240,16 @@ def test_copies_and_pickles_call_themselves(layer, calls):
     assert calls == [1] * 3
 
 
+def test_a_model_that_is_read_where_numba_is_missing_runs_on_torch(layer, calls, monkeypatch):
+    x = torch.randn(1, WIDTH)
+    monkeypatch.setattr(products, "is_installed", lambda: False)
+    products._gains.cache_clear()
+    assert layer(x).equal(own(layer, x))
+    assert calls == []
+    assert bind_linear(nn.Sequential(nn.Linear(WIDTH, WIDTH))) == 0
+    products._gains.cache_clear()
+
+
 def test_errors_of_wrong_sizes_are_torch_s(layer):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.randn(1, WIDTH - 1))

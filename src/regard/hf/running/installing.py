@@ -123,8 +123,8 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     """Run the attention of a transformers model on regard. Installing twice is installing once.
 
     Decoding on a CPU spends most of its time reading the weights of linear layers. So `linear`
-    layers of a model on a CPU multiply up to 8 tokens by compiled code, which reads weights at the
-    memory's bandwidth, where nothing wants gradients. In half precision on a processor with AVX2
+    layers of a model on a CPU multiply up to 8 tokens by compiled code, which reads each weight
+    once, as one stream, where nothing wants gradients. In half precision on a processor with AVX2
     alone, more tokens are multiplied in float32, since torch has no quick kernels for them there.
 
     Classes, children, parameters and hooks stay; `uninstall` restores. Attention of an unknown

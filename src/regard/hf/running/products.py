@@ -7,7 +7,6 @@ float32, however many rows there are.
 """
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional
 
 from regard.hf.running.binding import bind, function_of
 from regard.matrices import MOST_ROWS, same_product
+from regard.ops.backends.fused import is_installed
 from regard.tracing import is_immediate
 
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
@@ -26,9 +26,7 @@ WIDENED = 1 << 24  # weights, at most, that are float32 at a time: 64 MiB
 
 def bind_linear(model: nn.Module) -> int:
     """Bind `forward` to the plain linear layers of a model, and return how many have it."""
-    if find_spec("numba") is None:  # the extra "cpu"
-        return 0
-    layers = [each for each in model.modules() if _is_plain(each)]
+    layers = [each for each in model.modules() if _is_plain(each)] if is_installed() else []
     for layer in layers:
         bind(layer, forward)
     return len(layers)
@@ -44,10 +42,8 @@ def _is_plain(layer: nn.Module) -> bool:
 
 @same_product
 def forward(self: Any, input: Tensor) -> Tensor:
-    """The forward of the layer's class; of `nn.Linear`, on a CPU and without gradients, quicker.
-
-    Tensor parallelism and parametrisations change the class.
-    """
+    """The forward of the layer's class, which tensor parallelism and parametrisations change; of
+    `nn.Linear`, on a CPU and without gradients, quicker."""
     if type(self) is nn.Linear:
         weight, bias = self.weight, self.bias
         if _gains(weight.dtype) and _runs_now(input, weight, bias):
@@ -75,11 +71,11 @@ def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _gains(dtype: torch.dtype) -> bool:
-    """Whether this module's products are quicker than torch's kernels on this processor.
-
-    In half precision they are on AVX2 alone: torch has other kernels for it with AVX-512 and on
-    Arm, beside which they were not measured.
-    """
+    """Whether this module's products are quicker than torch's kernels on this processor: not
+    without numba, which may be missing where a pickled model is read. In half precision they are on
+    AVX2 alone: torch has other kernels with AVX-512 and on Arm, beside which none was measured."""
+    if not is_installed():
+        return False
     from regard.ops.kernels.intrinsics import machine_lanes  # imports numba
 
     return dtype is torch.float32 or (dtype in HALVES and machine_lanes() == 8)

@@ -4,9 +4,9 @@
     python benchmarks/linear_layers.py --tokens 1 --rounds 1
 
 Every linear layer of the model multiplies so many tokens, one layer after the other, so that each
-weight is read from memory; then, for up to 8 tokens, whole decoding steps of as many sequences,
-with and without `install(model, linear=False)`. The limit is the time in which the machine reads
-the weights.
+weight is read from memory; then the whole model: up to 8 tokens a decoding step of as many
+sequences, else a prompt of so many tokens, with and without `install(model, linear=False)`. The
+limit is the time in which the machine reads the weights.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from regard.bench.timing import interleave
 from regard.matrices import MOST_ROWS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Run = Callable[[], None]
+Run = Callable[[], Any]
 PROMPT = 128  # tokens before the decoding steps
 
 
@@ -48,11 +48,7 @@ def measured(dtype: str, tokens: int, rounds: int) -> dict[str, Any]:
     models = {name: regard.hf.smollm2(dtype=DTYPES[dtype])[0] for name in ("regard", "torch")}
     for name, model in models.items():
         regard.hf.install(model, linear=name == "regard")
-    kinds = (
-        {"products": products_of, "step": step_of}
-        if tokens <= MOST_ROWS
-        else {"products": products_of}
-    )
+    kinds = {"products": products_of, "model": step_of if tokens <= MOST_ROWS else prompt_of}
     weights = sum(each.weight.nbytes for each in linears(models["torch"]))
     row: dict[str, Any] = {
         "dtype": dtype,
@@ -99,6 +95,12 @@ def step_of(model: Any, tokens: int) -> Run:
         cache.crop(-1)
 
     return step
+
+
+def prompt_of(model: Any, tokens: int) -> Run:
+    """A prompt of so many tokens."""
+    prompt = torch.zeros(1, tokens, dtype=torch.int64)
+    return lambda: model(prompt, logits_to_keep=1)
 
 
 if __name__ == "__main__":

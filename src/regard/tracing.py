@@ -75,6 +75,8 @@ def in_backward() -> bool:
 
 def is_autocast(kind: str) -> bool:
     """Whether autocast is on for that type of device: it casts inputs and weights to one dtype."""
+    if torch.compiler.is_compiling():  # torch 2.11 cannot trace the question below
+        return kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

@@ -200,7 +200,7 @@ def test_the_share_of_visible_scores():
 
 
 def test_explain_says_what_the_estimates_rest_on():
-    assert "not yet measured on this device" in explain(on_meta()).splitlines()[-1]
+    assert "shares of them as on an H100" in explain(on_meta()).splitlines()[-1]
     assert rates_note(torch.device("cpu")) is None
 
 

@@ -47,6 +47,7 @@ TOGETHER = {  # folders whose tests are in the folder above
 WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
     "against": "comparisons with transformers, torch, and the documents of the source systems",
     "callers": "what users wrap around a call: tables, and the programs that run them",
+    "gpu": "what needs a GPU; skipped without one",
     "laws": "what holds of all layers, caches, masks or backends, across modules",
     "project": "the repository: documents, package, scripts, structure",
     "support": "what tests share, and no tests",

@@ -21,6 +21,7 @@ _LOW = 0xFFFF  # the half of a float32 that a bfloat16 does not have
 _LARGEST = 1e38  # in size, of numbers that have codes: the range of two of them is a float32
 _GREATEST_HALF = torch.finfo(torch.float16).max
 _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L2 cache
+_LONG_BLOCK = 1 << 16  # the same on a GPU, which waits for the start of operators on short ones
 
 
 class QuantizedStream(NamedTuple):
@@ -102,7 +103,8 @@ class QuantizedStream(NamedTuple):
     def weighted_sum(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
         """The weighted sum of the tokens for every row of weights."""
         total = weights.new_zeros(*weights.shape[:3], self.width)
-        for block, piece in zip(self._blocks(), weights.split(_BLOCK, -1), strict=False):
+        pieces = weights.split(self._block, -1)
+        for block, piece in zip(self._blocks(), pieces, strict=False):
             total = total + block._weighted_sum(piece)
         return total
 
@@ -135,10 +137,14 @@ class QuantizedStream(NamedTuple):
         """The scales and zeros of each run of tokens, head and group of channels."""
         return self.scales[..., 0::2].to(dtype), self.scales[..., 1::2].to(dtype)
 
+    @property
+    def _block(self) -> int:
+        return _BLOCK if self.codes.device.type == "cpu" else _LONG_BLOCK
+
     def _blocks(self) -> Iterator["QuantizedStream"]:
         tokens = self.codes.shape[2]
-        for start in range(0, tokens, _BLOCK):
-            yield self.narrow(start, min(_BLOCK, tokens - start))
+        for start in range(0, tokens, self._block):
+            yield self.narrow(start, min(self._block, tokens - start))
 
 
 def quantize(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,7 @@ def _mod(mask: Mask, slots: Slots) -> MaskMod:
     if mask.relative and (limits := _limits(mask, slots)):
         return _joined(limits, torch.logical_and)
     if mask.lasting:
-        return _called(mask, slots)
+        return _called(mask.__call__, slots)  # torch 2.11 asks an object for its truth
     return by_cell(_keep(slots.call, mask, slots.call.span))
 
 

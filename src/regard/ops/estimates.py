@@ -4,8 +4,8 @@ The CPU kernel computes the queries in blocks. The first block of a head reads i
 later ones from a cache. In half precision keys are converted or packed for the processor's products
 as they are read: for every block of few queries, once for many.
 
-On a GPU nothing was measured: the shares of a device's rates that kernels reach are published ones
-(arXiv:2407.08608 for an H100). Only the order of the estimates matters.
+On a GPU, kernels reach the shares of a device's rates that they reached on an H100
+(`benchmarks/gpu.py`). Only the order of the estimates matters.
 """
 
 import torch
@@ -26,9 +26,11 @@ _HALF_ROW = 0.08  # the same of a single query, beyond the operators of its head
 
 LAUNCH = 5e-6  # seconds to start an operator, which decoding steps outside of CUDA graphs wait for
 READ = 0.8  # share of the memory's rate that long reads reach
-FLASH = 0.55  # share of the rate of products: FlashAttention and cuDNN on an H100
+FLASH = 0.6  # share of the rate of products: cuDNN, for 8,192 causal queries on an H100
+DIRECT = 0.35  # FlashAttention 2, which torch calls directly, on an H100
 EFFICIENT = 0.3  # torch's kernel for dense masks and float32
 GENERATED = 0.4  # kernels that Triton compiles, FlexAttention's among them, on an H100
+LATENTS = 0.2  # the kernel for latents, on an H100
 UNFUSED = 0.6  # plain matrix products of the sizes of one head
 _PASSES = 12  # over the scores in `eager`: softcap, bias, mask, softmax, dropout
 _SAMPLES = 16  # queries at which the reach of a mask is looked up
@@ -98,7 +100,7 @@ def rates_note(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     rates = rates_of(device)
-    return f"of {rates.name} ({rates.source}); not yet measured on this device"
+    return f"of {rates.name} ({rates.source}); shares of them as on an H100"
 
 
 def on_device(

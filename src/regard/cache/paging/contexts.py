@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from regard.cache.files import memory_of
+from regard.cache.paging.checksums import digest_once
 
 Modules = nn.Module | Sequence[nn.Module]
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
@@ -245,9 +246,13 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
             f"{name!r} has the layout {tensor.layout}, and a fingerprint reads dense tensors; give "
             "Context(weights=...) a digest of your own"
         )
-    header = f"{tensor.dtype} {list(tensor.shape)}".encode()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return sha256(header, memory_of(plain.cpu()))
+
+    def digest() -> bytes:
+        header = f"{tensor.dtype} {list(tensor.shape)}".encode()
+        return sha256(header, memory_of(plain.cpu()))
+
+    return digest_once(tensor, digest) if tensor.device.type == "cuda" else digest()
 
 
 def _inner_entries(tensor: Tensor) -> Sequence[Any] | None:

@@ -13,8 +13,7 @@ from regard.masks import Mask, Span
 from regard.masks.runs import Finder, Runs, intersection, without_gaps
 from regard.ops.attend import prepare
 from regard.ops.backends.blocked import SCORES, steps_of
-from regard.ops.backends.common import columns_contiguous
-from regard.ops.backends.sdpa import same_width
+from regard.ops.backends.common import columns_contiguous, same_width
 from regard.ops.bias import ScoreBias
 from regard.ops.block_gradients import Step, for_masked, forward_block
 from regard.ops.blocks import BLOCK, GAP, Gathered, plan

@@ -4,7 +4,17 @@ None imports another, except `blocked`, which splits a call into calls that othe
 Another package may add a backend, such as one for streams of a class of its own.
 """
 
-from regard.ops.backends import blocked, eager, flex, fused, grouped, sdpa, tiled
+from regard.ops.backends import (
+    blocked,
+    eager,
+    flash,
+    flex,
+    fused,
+    grouped,
+    latents,
+    sdpa,
+    tiled,
+)
 from regard.ops.call import Backend
 
 BACKENDS: dict[str, Backend] = {
@@ -12,11 +22,13 @@ BACKENDS: dict[str, Backend] = {
     "grouped": Backend(
         grouped.objection, grouped.estimate, grouped.run, grouped.partial, grouped.READS
     ),
+    "latents": Backend(latents.objection, latents.estimate, latents.run, latents.partial),
     "fused": Backend(fused.objection, fused.estimate, fused.run, fused.partial, fused.READS),
     "tiled": Backend(tiled.objection, tiled.estimate, tiled.run, tiled.partial),
     "blocked": Backend(
         blocked.objection, blocked.estimate, blocked.run, blocked.partial, note=blocked.note
     ),
+    "flash": Backend(flash.objection, flash.estimate, flash.run, flash.partial),
     "flex": Backend(flex.objection, flex.estimate, flex.run, flex.partial),
     "eager": Backend(eager.objection, eager.estimate, eager.run, eager.partial),
 }

@@ -20,7 +20,7 @@ from regard.constants import accumulating_dtype
 from regard.masks.runs import Runs
 from regard.ops import block_gradients, fast_precision
 from regard.ops.backends import eager, sdpa
-from regard.ops.backends.common import columns_contiguous, may_check
+from regard.ops.backends.common import columns_contiguous, may_check, same_width
 from regard.ops.backends.sdpa import Hiding
 from regard.ops.bias import BiasWith
 from regard.ops.block_gradients import Step, for_masked, forward_block
@@ -75,7 +75,10 @@ def estimate(call: Call) -> float:
     if call.device.type != "cpu":
         blocks = -(-call.num_queries // BLOCK)
         share, operators = visible_share(call), blocks * (_OPERATORS + _OF_A_MASK)
-        return on_device(call, operators=operators, kernel=EFFICIENT, passes=1, share=share)
+        copies = sdpa.copies_on_device(call)
+        return on_device(
+            call, operators=operators, kernel=EFFICIENT, passes=1, share=share, copies=copies
+        )
     if call.partial:  # computes in float32
         call = call.but(dtype=accumulating_dtype(call.dtype))
     planned = plan(call)
@@ -118,7 +121,7 @@ def run(
     if not call.needs_grad:
         return _inference(call, q, k, v)
     again = _read_again(call, k, v)
-    q, k, v = sdpa.same_width(q, k, v)
+    q, k, v = same_width(q, k, v)
     blocks = [block for block in plan(call) if block.runs]
     steps = bound(steps_of, call, blocks)
     out = block_gradients.run(q, k, v, blocks, steps, bound(_check, again))
@@ -177,7 +180,7 @@ def _partials(
     """The partial results of blocks."""
     fused = _is_fused(call)
     if fused:
-        q, k, v = map(columns_contiguous, sdpa.same_width(q, k, v))
+        q, k, v = map(columns_contiguous, same_width(q, k, v))
     keys, values = Gathered(k, blocks), Gathered(v, blocks)
     if fused:
         for step in steps_of(call, blocks):

@@ -177,3 +177,14 @@ def columns_contiguous(x: Tensor) -> Tensor:
     """The same values with columns side by side in memory: kernels that are called directly read
     them so, and do not check it."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad keys or values with zero columns to one width: the fused kernels need equal widths, and
+    the unfused one stores every score."""
+    missing = q.shape[-1] - v.shape[-1]
+    if missing > 0:
+        v = F.pad(v, (0, missing))
+    elif missing < 0:
+        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
+    return q, k, v

@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -168,6 +168,8 @@ def _structure(x: Any, depth: int = _DEEPEST) -> Kind:
     if isinstance(x, FunctionType) and depth:
         cells = (cell.cell_contents for cell in x.__closure__ or ())
         return x.__code__, *(_structure(each, depth - 1) for each in cells)
+    if isinstance(x, MethodType):
+        return (type(x.__self__),)
     if isinstance(x, list | tuple) and depth:
         return tuple(_structure(each, depth - 1) for each in x)
     if isinstance(x, Tensor):

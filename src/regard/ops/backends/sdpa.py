@@ -19,6 +19,7 @@ from regard.ops.backends.common import (
     hidden_keys,
     is_finite,
     run_and_check,
+    same_width,
 )
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.estimates import EFFICIENT, FLASH, kernel_seconds, on_device, visible_share
@@ -29,6 +30,9 @@ from regard.tracing import has_modes, is_concrete, is_forward_mode, is_transform
 
 _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole
 _WIDEST = 256  # head dims of FlashAttention
+# Seconds of a call in which cuDNN plans its shape, if 30 layers share 60 ms. Steps of a decoder and
+# prompts of other lengths have new shapes; training repeats its shapes, and graphs keep theirs.
+_PLANNING = 2e-3
 _KEPT = 1 << 24  # elements of a mask: storing more for the backward pass is charged twice
 
 
@@ -45,6 +49,11 @@ def run_objection(call: Call) -> str | None:
         return f"scaled_dot_product_attention has no softcap (got {shown(call.softcap)})"
     if call.sinks is not None:
         return "scaled_dot_product_attention has no sinks"
+    if _rounds_bias(call):
+        return (
+            f"scaled_dot_product_attention reads biases in {call.dtype} on {call.device.type}, "
+            "and would round this score_bias"
+        )
     if NO_BFLOAT16 and call.dtype == torch.bfloat16 and call.device.type == "cpu":
         return (
             "torch's scaled_dot_product_attention raises in bfloat16 on this processor under "
@@ -55,6 +64,13 @@ def run_objection(call: Call) -> str | None:
     if is_vmapped():
         return "scaled_dot_product_attention has no batching rule for torch.func.vmap"
     return None
+
+
+def _rounds_bias(call: Call) -> bool:
+    """Whether a bias is more precise than the queries, in whose dtype kernels for GPUs read it."""
+    if call.score_bias is None or call.device.type == "cpu" or call.dtype.itemsize >= 4:
+        return False
+    return not isinstance(call.score_bias, Tensor) or call.score_bias.dtype != call.dtype
 
 
 def lse_objection(call: Call) -> str | None:
@@ -104,18 +120,25 @@ def _on_device(call: Call) -> float:
     masked = not (_is_causal(call) or hides_nothing(call))
     share = visible_share(call) if _is_causal(call) else 1.0
     if _suits_flash(call, masked):
-        return on_device(call, operators=3, kernel=FLASH, share=share)
+        repeated = call.needs_grad or torch.compiler.is_compiling() or call.device.type != "cuda"
+        planning = 0.0 if repeated else _PLANNING
+        return planning + on_device(call, operators=3, kernel=FLASH, share=share)
     heads, each = dense_passes(call)
     passes = each * heads / call.num_heads if masked else 0
-    copies = 1 + (2 * call.group if call.group > 1 else 0)
     return on_device(
         call,
         operators=35 if masked else 5,
         kernel=EFFICIENT,
         share=share,
         passes=passes,
-        copies=copies,
+        copies=copies_on_device(call),
     )
+
+
+def copies_on_device(call: Call) -> int:
+    """Times that keys and values are moved by the kernel for masks and wide heads, which takes no
+    grouped heads: they are repeated."""
+    return 1 + (2 * call.group if call.group > 1 else 0)
 
 
 def _suits_flash(call: Call, masked: bool) -> bool:
@@ -140,6 +163,8 @@ def run(
     if call.score_bias is None and (call.mask is EVERYTHING or is_everything(call.mask)):
         return _kernel(call, q, k, v)
     bias = call.bias()
+    if bias is not None and call.device.type != "cpu":
+        bias = bias.to(call.dtype)  # exact: others are objected to
     if _is_causal(call):
         return _kernel(call, q, k, v, is_causal=True)
     if is_everything(call.mask):
@@ -278,14 +303,3 @@ def clamped(x: Tensor) -> Tensor:
 def _four(mask: Tensor, call: Call) -> Tensor:
     mask = four_dims(mask)
     return mask.expand(*mask.shape[:2], call.num_queries, call.num_keys)
-
-
-def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad keys or values with zero columns to one width: the fused kernels need equal widths, and
-    the unfused one stores every score."""
-    missing = q.shape[-1] - v.shape[-1]
-    if missing > 0:
-        v = F.pad(v, (0, missing))
-    elif missing < 0:
-        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
-    return q, k, v

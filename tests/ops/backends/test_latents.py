@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regard import Causal, Padding, prepare
+from regard import Causal, Padding, Span, prepare
+from regard.devices import DATA_SHEETS
+from regard.ops import estimates
 from regard.ops.backends import latents
 from regard.ops.choose import choose
 
 
 @pytest.fixture
 def call(monkeypatch):
-    """A function that describes a call as if on a GPU with the kernel."""
+    """A function that describes a call as if on an H100."""
+    (sheet,) = (each for each in DATA_SHEETS if each.name == "NVIDIA H100")
+    monkeypatch.setattr(estimates, "rates_of", lambda device: sheet)
     monkeypatch.setattr(latents, "_machine_objection", lambda device: None)
 
     def describe(dtype=torch.bfloat16, batch=2, heads=16, queries=1, width=576, values=512, **rest):
@@ -50,8 +54,6 @@ def test_decoding_over_latents_chooses_it(call, heads, batch):
 
 
 def test_a_last_token_that_sees_all_needs_no_mask(call):
-    from regard import Span
-
     assert choose(call(mask=Causal(), span=Span(4095, 4096, 0, 4096))) == "latents"
 
 

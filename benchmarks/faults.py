@@ -211,6 +211,7 @@ def install(file: str, tree: ast.Module, names: set[str]) -> None:
     module = file.removeprefix("src/").removesuffix(".py").replace("/", ".")
     importlib.import_module(module.removesuffix(".__init__"))
     changed = {each.co_qualname: each for each in codes(compile(tree, path, "exec"))}
+    gc.unfreeze()  # `conftest` freezes what was imported, and frozen objects are not listed
     for each in gc.get_objects():
         if type(each) is types.FunctionType and each.__code__.co_filename == path:
             name = each.__code__.co_qualname

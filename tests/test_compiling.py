@@ -259,7 +259,13 @@ assert decoding.kernel.cache_info().misses == 1
 """
 
 
-@pytest.mark.parametrize("zipped", [False, True], ids=["a folder", "a zip file"])
+@pytest.mark.parametrize(
+    "zipped",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="a folder"),
+        pytest.param(True, id="a zip file"),
+    ],
+)
 def test_without_a_folder_to_write_a_process_compiles_for_itself(tmp_path, zipped):
     sources = tmp_path / "sources"
     shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))

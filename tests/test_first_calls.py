@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+from covering import few
 from regard.first_calls import is_needed
 
 NAMES = {
@@ -97,7 +98,8 @@ def calls_of(*callers: str, version: str = "2024.2") -> list[list[tuple[str, str
 
 def test_importing_regard_calls_each_function_on_one_plain_number():
     wanted = {(name, dtype, 1) for name in NAMES for dtype in ("float32", "float64")}
-    found = dict(zip(CALLERS, calls_of(*CALLERS.values()), strict=True))
+    callers = dict(few(CALLERS.items(), 2))
+    found = dict(zip(callers, calls_of(*callers.values()), strict=True))
     for caller, calls in found.items():
         assert wanted <= set(calls), caller
     assert len(found["plainly"]) == len(wanted)

@@ -108,11 +108,16 @@ OVER_POOLS = {
     "scattered pages": scattered_pages,
     "pages, window": lambda layer: PagedCache(PagePool(999, page_size=16), window=20),
 }
-CASES = [  # a normal run compiles the kernel for few sizes
+SEVERAL = ("GQA", "window")  # in a normal run, on every backend that takes milliseconds
+COMPILED = tuple(layer for layer in WIDE if LONG or layer != "MLA expanded")  # kernel by kernel
+CASES = [
     (layer, backend)
     for layer in WIDE
     for backend in ("auto", *BACKENDS)
-    if LONG or backend in ("auto", "eager") or (layer in ("GQA", "window") and backend != "flex")
+    if LONG
+    or backend == "eager"
+    or (backend == "auto" and layer in COMPILED)
+    or (backend != "flex" and layer in SEVERAL)
 ]
 
 

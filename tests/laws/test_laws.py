@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layers import (
@@ -36,9 +36,11 @@ from regard import (
     StaticCache,
     Where,
 )
+from session import LONG
 
 CUTS = st.lists(st.integers(1, 10), max_size=4)
 TOKENS = 11
+DRAWN = 250 if LONG else 6  # examples of each of many pairs of a layer and a cache
 
 
 @pytest.mark.parametrize(("layer", "cache"), PAIRS)
@@ -49,6 +51,7 @@ def test_attending_in_chunks_is_attending_at_once(layer, cache):
         exact = cache not in ROUNDING
         whole = layer(x) if exact else run_in_pieces(layer, x, fresh(), list(range(1, TOKENS)))
 
+    @settings(max_examples=DRAWN)
     @given(CUTS)
     def law(cuts):
         assert_same(run_in_pieces(layer, x, fresh(), cuts), whole)
@@ -91,6 +94,7 @@ def test_reordering_rows_is_batching_them_anew(layer, cache):
     """Beams are dropped, repeated and exchanged."""
     layer, x, fresh = make(layer), inputs(3, TOKENS), CACHES[cache]
 
+    @settings(max_examples=DRAWN)
     @given(st.lists(st.integers(0, 2), min_size=1, max_size=5))
     def law(rows):
         rows = torch.tensor(rows)

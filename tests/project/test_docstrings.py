@@ -7,6 +7,7 @@ has a docstring has one of its own, neither inherited nor generated.
 import ast
 import builtins
 import doctest
+import functools
 import importlib
 import inspect
 import re
@@ -28,12 +29,16 @@ PACKAGES = (
     ]
     + ["regard_verify"]
 )
-LIBRARIES = {
-    name: griffe.load(name, search_paths=SOURCES, docstring_parser="google")
-    for name in ("regard", "regard_verify")
-}
+LIBRARIES = ("regard", "regard_verify")
 
 
+@functools.cache
+def library(name: str) -> griffe.Object:
+    """The package, read for the first test that asks: not by the workers that run none of them."""
+    return griffe.load(name, search_paths=SOURCES, docstring_parser="google")
+
+
+@functools.cache
 def public_names() -> dict[str, str]:
     """The path of each public name, as users import it, and of the module that defines it."""
     names: dict[str, str] = {}
@@ -45,21 +50,27 @@ def public_names() -> dict[str, str]:
 
 
 def named(path: str) -> griffe.Object:
-    library, _, inside = path.partition(".")
-    thing = LIBRARIES[library][inside] if inside else LIBRARIES[library]
+    name, _, inside = path.partition(".")
+    thing = library(name)[inside] if inside else library(name)
     return thing.final_target if thing.is_alias else thing
 
 
-PUBLIC = public_names()
-CONSTANTS = sorted(path for path in PUBLIC if named(path).is_attribute)
-DOCUMENTED = sorted(PUBLIC.keys() - set(CONSTANTS))
-METHODS = sorted(
-    f"{path}.{name}"
-    for path in DOCUMENTED
-    if named(path).is_class
-    for name, member in named(path).members.items()
-    if not name.startswith("_") and (member.is_function or "property" in member.labels)
-)
+def constants() -> list[str]:
+    return sorted(path for path in public_names() if named(path).is_attribute)
+
+
+def documented() -> list[str]:
+    return sorted(public_names().keys() - set(constants()))
+
+
+def methods() -> list[str]:
+    return sorted(
+        f"{path}.{name}"
+        for path in documented()
+        if named(path).is_class
+        for name, member in named(path).members.items()
+        if not name.startswith("_") and (member.is_function or "property" in member.labels)
+    )
 
 
 ITEM = r"(?:[-*] |\d+\. )"  # of a list in Markdown
@@ -186,13 +197,13 @@ def unbound(code: ast.Module) -> set[str]:
 
 
 def test_the_packages_have_their_names():
-    assert len(DOCUMENTED) > 130 and {"regard.attend", "regard.hf.load"} <= set(DOCUMENTED)
-    assert {"regard.EVERYTHING", "regard.hf.FAMILIES", "regard.rope.Pairing"} <= set(CONSTANTS)
-    assert len(METHODS) > 100
+    assert len(documented()) > 130 and {"regard.attend", "regard.hf.load"} <= set(documented())
+    assert {"regard.EVERYTHING", "regard.hf.FAMILIES", "regard.rope.Pairing"} <= set(constants())
+    assert len(methods()) > 100
 
 
 def test_every_name_is_documented(caplog):
-    found = {path: faults_of(named(path), caplog) for path in DOCUMENTED}
+    found = {path: faults_of(named(path), caplog) for path in documented()}
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
@@ -207,7 +218,7 @@ def faults_of_method(method: griffe.Object, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_every_method_is_documented(caplog):
-    found = {path: faults_of_method(named(path), caplog) for path in METHODS}
+    found = {path: faults_of_method(named(path), caplog) for path in methods()}
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
@@ -230,8 +241,8 @@ def test_every_package_and_its_constants_are_documented(caplog):
     for package in PACKAGES:
         thing = named(package)
         exported = importlib.import_module(package).__all__
-        constants = [name for name in exported if named(f"{package}.{name}").is_attribute]
-        found[package] = faults_of_package(thing, constants, caplog)
+        shown = [name for name in exported if named(f"{package}.{name}").is_attribute]
+        found[package] = faults_of_package(thing, shown, caplog)
     assert {package: faults for package, faults in found.items() if faults} == {}
 
 

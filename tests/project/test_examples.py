@@ -94,6 +94,7 @@ def test_the_encoder_decoder_reverses_and_decodes_as_it_was_trained(tmp_path):
     assert len(scores) == 3
 
 
+@pytest.mark.long
 def test_every_cache_holds_less_or_the_same_text(tmp_path):
     lines = printed("generate_with_every_cache", tmp_path)
     names = ["KVCache()", "StaticCache(160)", "SlidingCache(32)"]
@@ -120,7 +121,6 @@ def test_a_model_of_litgpt_decodes_as_its_full_forward(tmp_path):
         assert line.endswith("True")
 
 
-@pytest.mark.long
 def test_packed_documents_train_as_separate_ones(tmp_path):
     lines = printed("packed_documents", tmp_path)
     names = ["separate", "padded batch", "packed, blocked", "packed, sdpa"]

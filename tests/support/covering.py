@@ -8,6 +8,7 @@ from typing import Any
 from session import LONG
 
 FEW = 24  # combinations, which an ordinary run takes all
+CHECKED = 8  # cases of a test, which an ordinary run takes all with checked annotations
 
 
 def covering(*axes: Iterable, together: int = 2) -> list[tuple]:
@@ -45,7 +46,7 @@ def covering_items(items: Sequence[Any]) -> list[Any]:
 
 def unchecked_items(items: Sequence[Any]) -> list[Any]:
     """Three of four cases of each test that has many: these run without checked annotations."""
-    many = (cases for cases in _cases(items) if len(cases) > FEW)
+    many = (cases for cases in _cases(items) if len(cases) > CHECKED)
     return [case for cases in many for at, case in enumerate(cases) if at % 4]
 
 

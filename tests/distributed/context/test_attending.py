@@ -26,7 +26,7 @@ from regard.distributed.ranks import Ranks, counted
 from regard.distributed.shards import Shards
 from session import LONG
 
-SEEDS = 400 if LONG else 30
+SEEDS = 400 if LONG else 20
 
 
 def agree(number, seeds, **options):

@@ -66,7 +66,7 @@ def _masked(mesh):
     layer, x, outs = tensor_parallel(layer_of("GQA"), mesh), inputs(2, TOKENS), {}
     with torch.no_grad():
         for which, mask in MASKS.items():
-            (cache,) = sharded_caches(layer, mesh, 2, lambda: QuantizedCache(8, 2)).values()
+            (cache,) = sharded_caches(layer, mesh, 2, lambda: QuantizedCache(8)).values()
             layer(x[:, :6], cache=cache)
             outs[which] = layer(x[:, 6:], mask=mask, cache=cache)
             cache.truncate(7)
@@ -80,7 +80,7 @@ def test_masks_of_heads_codes_truncate_and_reorder():
     layer, x = layer_of("GQA"), inputs(2, TOKENS)
     with torch.no_grad():
         for which, mask in MASKS.items():
-            cache = QuantizedCache(8, 2)
+            cache = QuantizedCache(8)
             layer(x[:, :6], cache=cache)
             out = layer(x[:, 6:], mask=mask, cache=cache)
             cache.truncate(7)

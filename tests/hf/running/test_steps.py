@@ -55,9 +55,17 @@ def decoded(model, kind, tokens, **options):
     return torch.cat(outs, 1)
 
 
+COMPILED = {("norms", "k6v4"), ("learned positions", "int8")}  # kernels that no other test has
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in MODELS for kind in CACHES if kind != "sliding" or name == "windows"],
+    [
+        pytest.param(name, kind, marks=pytest.mark.long if (name, kind) in COMPILED else ())
+        for name in MODELS
+        for kind in CACHES
+        if kind != "sliding" or name == "windows"
+    ],
 )
 def test_logits_are_the_models_own(name, kind, monkeypatch):
     model = MODELS[name]().eval()

@@ -228,8 +228,9 @@ def draw_stored(seed, dtype):
     keys, padded, biased = rng.randint(2, 600), rng.random() < 0.4, rng.random() < 0.4
     joined, bits, size = rng.choice(CODES if LONG else CODES[dtype is torch.bfloat16 :: 2])
     queries = rng.choice((1, 1, 2))
-    if not LONG:  # four kernels for each dtype, together with each pair of choices
-        queries = 1 if (joined == (padded or biased)) != (dtype is torch.bfloat16) else 2
+    if not LONG:  # few kernels, together each pair of dtype, joined or not, and a bias or none
+        queries, hides = 1, joined != (dtype is torch.bfloat16)
+        padded, biased = hides and (padded or not biased), hides and biased
     k_width, v_width = (64, 32) if joined else (48, 32)
     cache = QuantizedCache(bits, size)
     widths = (k_width,) if joined else (k_width, v_width)
@@ -337,7 +338,10 @@ def draw_pages(seed, dtype, bits):
     torch.manual_seed(seed)
     batch, kv_heads, keys = rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.randint(2, 400)
     joined, padded, biased, group = rng.random() < 0.3, rng.random() < 0.5, rng.random() < 0.3, 6
-    size = 16 if joined == (padded or biased) else 64  # four kernels, with each pair of choices
+    size = 16 if joined == (padded or biased) else 64
+    if not LONG:  # few kernels, together each pair of dtype, joined or not, and a bias or none
+        size, hides = (16 if joined else 64), joined != (dtype is torch.bfloat16)
+        padded, biased = hides and (padded or not biased), hides and biased
     start, rows = rng.randrange(size), 1 if rng.random() < 0.3 else batch
     count = -(-(start + keys) // size)
     order = torch.randperm(rows * count + 2)[: rows * count].view(rows, count)

@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 from regard import Rotary
 from regard.ops.kernels.stepping import Plan
 
-WIDTHS = [(8, 8), (24, 16), (40, 40), (16, 4)]  # of a head, and of its rotated channels
+WIDTHS = [(16, 16), (40, 24), (40, 40), (16, 4)]  # of a head, and of its rotated channels
 
 
 def heads(batch, count, width, dtype):
@@ -45,17 +45,17 @@ def test_keys_and_values_are_those_of_rotary(dtype, pairing, width, rotated, pos
 
 
 def test_infinities_and_nans_stay_what_they_are():
-    q = k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    v = torch.tensor([float("inf"), float("-inf"), float("nan"), 3e38, 1, 2, 3, 4])
-    v = v.bfloat16().view(1, 1, 1, 8)
+    q = k = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
+    v = torch.tensor([float("inf"), float("-inf"), float("nan"), 3e38, 1, 2, 3, 4]).repeat(2)
+    v = v.bfloat16().view(1, 1, 1, 16)
     k = v.clone()
-    keys, values = torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16).unbind()
-    plan = Plan.of(torch.bfloat16, 1, 1, 1, 8, 8)
+    keys, values = torch.zeros(2, 1, 1, 2, 16, dtype=torch.bfloat16).unbind()
+    plan = Plan.of(torch.bfloat16, 1, 1, 1, 16, 16)
     plan.run(q, k, v, keys, values, 0, scale=1.0)
     for held in (keys, values):
         assert held[0, 0, 0].isnan().tolist() == v.isnan().flatten().tolist()
         assert held[0, 0, 0].nan_to_num(0).equal(v.flatten().nan_to_num(0))
-    rope = Rotary(8)
+    rope = Rotary(16)
     plan.run(q, k, v, keys, values, 1, angles=rope.row(1), scale=1.0)
     _, expected = rope(q, k, torch.tensor([1]))
     assert keys[0, 0, 1].isnan().equal(expected.isnan().flatten())
@@ -64,12 +64,12 @@ def test_infinities_and_nans_stay_what_they_are():
 
 def test_bfloat16_is_rounded_to_even():
     """1 + 2**-7 + 2**-8 lies between two bfloat16, the upper of which is even; 1 + 2**-8, lower."""
-    ones = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
-    keys, values = torch.zeros(2, 1, 1, 1, 8, dtype=torch.bfloat16).unbind()
-    cos = torch.tensor([1 + 2**-7 + 2**-8, 1 + 2**-8]).repeat(4)
-    plan, angles = Plan.of(torch.bfloat16, 1, 1, 1, 8, 8), (cos, torch.zeros(8))
+    ones = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16)
+    keys, values = torch.zeros(2, 1, 1, 1, 16, dtype=torch.bfloat16).unbind()
+    cos = torch.tensor([1 + 2**-7 + 2**-8, 1 + 2**-8]).repeat(8)
+    plan, angles = Plan.of(torch.bfloat16, 1, 1, 1, 16, 16), (cos, torch.zeros(16))
     plan.run(ones, ones, ones, keys, values, 0, angles=angles, scale=1.0)
-    assert keys.flatten().equal(torch.tensor([1 + 2**-6, 1.0]).repeat(4).bfloat16())
+    assert keys.flatten().equal(torch.tensor([1 + 2**-6, 1.0]).repeat(8).bfloat16())
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -101,6 +101,8 @@ def test_code_for_processors_without_wide_vectors(name, features, lanes):
     """What such a machine compiles, without the instructions that it lacks, run on this one."""
     if lanes > machine_lanes():
         pytest.skip("this machine has no vectors of 8 lanes")
+    if lanes == 8 == machine_lanes() and not LONG:
+        pytest.skip("it is what this machine compiles in all other tests")
     plain, wide = Kind(lanes, 1, 48, 48, False, False, False), Kind(lanes, 2, 96, 64, *[True] * 3)
     kinds = [kind for kind in EVERY if kind.lanes == lanes] if LONG else [plain, wide][:1]
     code = (
@@ -253,23 +255,24 @@ def test_codes_are_read_as_they_are_stored(kind):
 @pytest.mark.parametrize("bits", [8, 6, 4])
 def test_every_number_of_keys_as_codes(keys, bits):
     q, k, v = torch.randn(1, 1, 3, 32), *torch.randn(2, 1, 1, keys, 32)
-    check(q, quantized(k, bits), quantized(v, bits))
+    check(q, quantized(k, bits, 16), quantized(v, bits, 16))
 
 
 @pytest.mark.parametrize("bits", few([4, 8], 2))
 def test_codes_of_any_strides(bits):
     """Views of growing buffers, of a cache with a fixed capacity, and tokens before heads."""
-    whole = quantized(torch.randn(3, 2, 400, 64), bits, 32)
-    apart = quantized(torch.randn(3, 300, 2, 64), bits, 32)
+    whole = quantized(torch.randn(3, 2, 400, 32), bits, 16)
+    apart = quantized(torch.randn(3, 300, 2, 32), bits, 16)
     apart = apart._replace(codes=apart.codes.transpose(1, 2), scales=apart.scales.transpose(1, 2))
-    check(torch.randn(3, 2, 5, 64), whole.narrow(7, 300), apart)
-    check_specification(torch.randn(3, 2, 5, 64), apart, whole.narrow(7, 300))
+    check(torch.randn(3, 2, 5, 32), whole.narrow(7, 300), apart)
+    check_specification(torch.randn(3, 2, 5, 32), apart, whole.narrow(7, 300))
 
 
 def test_keys_in_floating_point_and_values_as_codes():
     q, k, v = torch.randn(1, 2, 4, 64), *torch.randn(2, 1, 2, 300, 64)
-    check(q, k, quantized(v, 8))
     check(q, quantized(k, 8), v)
+    check_specification(q, quantized(k, 8), v)
+    check(q.bfloat16(), k.bfloat16(), quantized(v, 4))
     check_specification(q.bfloat16(), k.bfloat16(), quantized(v, 4))
 
 

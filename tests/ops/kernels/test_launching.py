@@ -151,14 +151,14 @@ def test_parameters_are_plain_memory():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_torchs_defaults_change_nothing(dtype, device):
-    bias = torch.randn(40)
+    q, bias = torch.randn(1, 2, 4, 32), torch.randn(40)
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
     try:
-        out, lse = decode(Q, K, K, scale=0.1, bias=bias)
+        out, lse = decode(q, K, K, scale=0.1, bias=bias)
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     assert out.dtype == lse.dtype == torch.float32
-    wanted = decode(Q, K, K, scale=0.1, bias=bias)
+    wanted = decode(q, K, K, scale=0.1, bias=bias)
     assert out.equal(wanted[0]) and lse.equal(wanted[1])

@@ -1,6 +1,7 @@
 """A step in compiled code: its output, and the tensors that are refused."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from regard import QuantizedCache
 from regard.cache.quantized import streams_with_room
 from regard.ops.kernels.encoding import codes_of
 from regard.ops.kernels.stepping import Plan
+from session import LONG
 
 
 def reference(q, keys, values, scale):
@@ -25,8 +27,16 @@ def reference(q, keys, values, scale):
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "value_width"), [(8, 8), (8, 24), (64, 32), (12, 4), (80, 16)])
+STEPS = [  # dtype, widths of keys and of values: each has code of its own
+    (torch.float32, 16, 16), (torch.bfloat16, 16, 16), (torch.float32, 8, 24),
+    (torch.bfloat16, 80, 16), (torch.float32, 12, 4), (torch.bfloat16, 12, 4),
+]  # fmt: skip
+if LONG:
+    STEPS += [(dtype, 64, 32) for dtype in (torch.float32, torch.bfloat16)]
+    STEPS += [(torch.bfloat16, 8, 24), (torch.float32, 80, 16)]
+
+
+@pytest.mark.parametrize(("dtype", "width", "value_width"), STEPS)
 @pytest.mark.parametrize("held", [0, 1, 30, 700])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_step_is_attention_over_what_is_held(dtype, width, value_width, held, threads):
@@ -57,9 +67,18 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("width", "value_width"), [(80, 48), (64, 64)])
+WIDTHS = [(80, 48), (64, 64)]  # the first are no multiples of a group
+CODED = [  # after a rotation, codes of both dtypes are read by the same code: at the same widths
+    (form, dtype, *WIDTHS[(at + half * form.startswith("int")) % 2])
+    for at, form in enumerate(FORMATS)
+    for half, dtype in enumerate((torch.float32, torch.bfloat16))
+]
+if LONG:
+    every = itertools.product(FORMATS, (torch.float32, torch.bfloat16), WIDTHS)
+    CODED = [(form, dtype, *widths) for form, dtype, widths in every]
+
+
+@pytest.mark.parametrize(("form", "dtype", "width", "value_width"), CODED)
 def test_a_step_over_codes_writes_those_of_the_cache_and_attends_to_them(
     dtype, form, width, value_width
 ):

@@ -27,7 +27,7 @@ def wanted(monkeypatch):
     return result
 
 
-Q, K = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
+Q, K = torch.randn(1, 3, 3, 32), torch.randn(1, 3, 2000, 32)
 
 
 def found():
@@ -103,7 +103,7 @@ import multiprocessing, os, signal, sys, threading, torch
 from regard.ops.kernels.launching import decode
 
 torch.set_num_threads(2)
-q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
+q, k = torch.randn(1, 3, 3, 32), torch.randn(1, 3, 2000, 32)
 wanted = decode(q, k, k, scale=0.1)[0]  # with OpenMP's threads, which no child has
 torch.randn(300, 300) @ torch.randn(300, 300)
 

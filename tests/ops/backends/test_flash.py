@@ -162,3 +162,12 @@ def test_automatic_choice(length, options, name, monkeypatch):
     assert choose(call) == name
     if options == {"mask": Causal()}:
         assert choose(call.but(needs_grad=True)) == "sdpa"
+
+
+def test_a_step_of_a_padded_batch_avoids_a_plan(monkeypatch):
+    padding = Padding(torch.arange(300)[None] >= torch.tensor([[0], [40]]))
+    q, k = torch.zeros(2, 8, 1, 64, dtype=torch.half), torch.zeros(2, 2, 300, 64, dtype=torch.half)
+    span = Span(299, 300, 0, 300)
+    call = prepare(q, k, k, mask=Causal() & padding, span=span, backend="eager").call
+    monkeypatch.setattr(flash, "_machine_objection", lambda device: None)
+    assert choose(replace(call, device=torch.device("cuda", 0))) == "grouped"

@@ -119,13 +119,12 @@ def _on_device(call: Call) -> float:
     """The time on a GPU: of FlashAttention, or of the kernel for masks and wide heads."""
     masked = not (_is_causal(call) or hides_nothing(call))
     share = visible_share(call) if _is_causal(call) else 1.0
+    planning = _PLANNING if _plans_anew(call, masked) else 0.0
     if _suits_flash(call, masked):
-        repeated = call.needs_grad or torch.compiler.is_compiling() or call.device.type != "cuda"
-        planning = 0.0 if repeated else _PLANNING
         return planning + on_device(call, operators=3, kernel=FLASH, share=share)
     heads, each = dense_passes(call)
     passes = each * heads / call.num_heads if masked else 0
-    return on_device(
+    return planning + on_device(
         call,
         operators=35 if masked else 5,
         kernel=EFFICIENT,
@@ -133,6 +132,17 @@ def _on_device(call: Call) -> float:
         passes=passes,
         copies=copies_on_device(call),
     )
+
+
+def _plans_anew(call: Call, masked: bool) -> bool:
+    """Whether torch may take cuDNN's kernel for a call of a shape that it has not seen: that of a
+    decoding step, or of a prompt. Prompts under other masks have no quick kernel but this and
+    FlexAttention's, which takes longer to compile."""
+    if call.device.type != "cuda" or call.dtype.itemsize >= 4:
+        return False
+    if call.needs_grad or torch.compiler.is_compiling():
+        return False
+    return call.num_queries == 1 or not masked
 
 
 def copies_on_device(call: Call) -> int:

@@ -15,6 +15,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.recipe import Recipe
+from regard.convert.lossy.refining import PASSES
 from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
 from regard.convert.saving import check_free, save
@@ -42,7 +43,7 @@ class Job:
     portable: bool = False
     budget: float | None = None
     by_layer: bool = False  # whether the latents' ranks differ by layer
-    # texts to calibrate on, besides those of `heal`; `own_texts` if there are none
+    # texts to calibrate on, besides those of `heal`; those of `calibration` if there are none
     calibrate: Mapping[str, str] = field(default_factory=dict)
     # texts to heal on, by distillation from the original; no healing if there are none
     heal: Mapping[str, str] = field(default_factory=dict)
@@ -150,7 +151,8 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
         check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    return replace(target, by_layer=job.by_layer or (target.by_layer and not job.low_memory)), was
+    by_layer = job.by_layer or (target.by_layer and not job.low_memory)
+    return replace(target, by_layer=by_layer, passes=0 if job.low_memory else PASSES), was
 
 
 def _length(model: Any) -> int:

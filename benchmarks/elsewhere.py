@@ -207,15 +207,17 @@ def windows_for(tokenizer: Any, texts: dict[str, str], most: int) -> dict[str, t
 def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> None:
     """Add the rows to the file, in place of rows of the same names."""
     there = json.loads(path.read_text())["results"] if path.exists() else []
-    new = [row | {"calibration_tokens": tokens} for row in results]
+    own = machine()
+    beside = {"calibration_tokens": tokens, "machine": f"{own['processor']}, torch {own['torch']}"}
+    new = [row | beside for row in results]
     rows = {row["method"]: row for row in (*there, *new)}
     for row in rows.values():
         name: str = row["method"]
         plain = rows.get(name.removesuffix(REFINED if name.endswith(REFINED) else MANY), row)
         if plain is not row:
             row["paired"] = {group: paired(row, plain, texts) for group, texts in GROUPS.items()}
-    found = {"benchmark": "elsewhere", "machine": machine(), "model": model}
-    path.write_text(json.dumps(found | {"results": [*rows.values()]}, indent=1) + "\n")
+    found = {"benchmark": "elsewhere", "model": model, "results": [*rows.values()]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def paired(row: dict[str, Any], plain: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:

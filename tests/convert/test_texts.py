@@ -23,7 +23,7 @@ def test_calibration_has_the_same_share_of_every_text():
 
 
 def test_without_texts_the_installed_ones_and_passages_of_many_kinds_are_calibrated_on():
-    found = calibration(Letters(), windows=3, length=30)
+    found = calibration(Letters(), windows=6, length=30)
     starts = [[ord(letter) % VOCABULARY for letter in text[:30]] for text in python_texts()]
     assert found[:3].tolist() == starts
     passages = [ord(letter) % VOCABULARY for letter in many_kinds() + "\n\n"]

@@ -27,6 +27,7 @@ from regard.hf.loading.checkpoints import load, skeleton, stored_dtype
 from regard.hf.placing.place import has_placed_layers, place, sharing
 from regard.rates import processor
 
+BY_LAYER = 0.6  # share of keys and values below which a budget gives a rank to each layer
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
 Progress = Callable[[str, int, int], None]
@@ -151,7 +152,9 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
         check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    by_layer = job.by_layer or (target.by_layer and not job.low_memory)
+    share = target.rank / (2 * first.num_kv_heads * first.head_dim)
+    few = target.kind == "exact-rope" and ":" not in job.to and share < BY_LAYER
+    by_layer = job.by_layer or (few and not job.low_memory)
     return replace(target, by_layer=by_layer, passes=0 if job.low_memory else PASSES), was
 
 

@@ -2,7 +2,7 @@
 
 Shipped with Python: half of the language reference, the docstrings of the standard library, and
 its source. The other half of the reference is held out to measure on. Shipped with regard: short
-passages of many kinds, in English and nine other languages, of prose, programs and data. A fit
+passages of many kinds, in English and 26 other languages, of prose, programs and data. A fit
 loses most on kinds of text that it has not seen, and less where it has seen a few sentences.
 """
 
@@ -93,13 +93,13 @@ def calibration(
     tokenizer: Any, texts: Sequence[str] = (), *, windows: int = WINDOWS, length: int = LENGTH
 ) -> Int[Tensor, "N L"]:
     """Equally many windows from the start of each text, or as many as it has. If none are given,
-    the texts are Python's, and all passages of many kinds are windows besides.
+    half of the windows are of Python's texts, and all passages of many kinds are added.
 
     Raises:
         ValueError: if they do not fill a window of that length.
     """
     given = texts or python_texts()
-    each = -(-windows // len(given))
+    each = -(-(windows if texts else windows // 2) // len(given))
     found = []
     for text in given:
         start = text[: CHARACTERS * each * length]

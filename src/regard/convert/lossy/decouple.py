@@ -87,7 +87,7 @@ def rotary_keys(
     if not isinstance(rope, Rotary):
         raise ValueError(f"rope={rope} rotates nothing, so no component can keep it; use latentize")
     rotary, _ = split_rotary(rows_of(layer, "k_proj"), layer.head_dim, rope)
-    return rotary.transpose(0, 1), frequencies_of(rope)
+    return rotary.transpose(0, 1), frequencies_of(rope).to(rotary.device)
 
 
 def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads freq"]:
@@ -100,7 +100,8 @@ def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads
 
 def average_rotation(frequencies: Tensor) -> Complex128[Tensor, " freq"]:
     """The mean of the rotation over distances: the best constant in its place."""
-    angles = torch.arange(1, DISTANCES + 1).double()[:, None] * frequencies
+    distances = torch.arange(1, DISTANCES + 1, device=frequencies.device).double()
+    angles = distances[:, None] * frequencies
     return torch.polar(torch.ones_like(angles), -angles).mean(0)
 
 
@@ -175,7 +176,8 @@ def largest(score: Float64[Tensor, "freq heads"], rope_dim: int) -> Tensor:
     if rope_dim % 2 or not 2 <= rope_dim <= 2 * score.numel():
         raise ValueError(f"rope_dim={rope_dim} is not an even number in 2..{2 * score.numel()}")
     best = score.flatten().topk(rope_dim // 2).indices
-    return torch.zeros(score.numel(), dtype=torch.bool).index_fill(0, best, True).view_as(score)
+    rotated = torch.zeros_like(score, dtype=torch.bool).flatten()
+    return rotated.index_fill(0, best, True).view_as(score)
 
 
 def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tensor:
@@ -184,8 +186,9 @@ def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tenso
             f"counts={tuple(counts)} must have one number for each of {len(found.frequencies)} "
             f"frequencies, and add up to rope_dim / 2 = {rope_dim // 2}"
         )
-    order = torch.arange(found.harm.shape[1])  # within a frequency, the most harmful come first
-    return order < torch.tensor(counts)[:, None]
+    wanted = torch.tensor(counts, device=found.harm.device)
+    order = torch.arange(found.harm.shape[1], device=wanted.device)  # the most harmful come first
+    return order < wanted[:, None]
 
 
 def from_components(

@@ -4,6 +4,7 @@
     python benchmarks/elsewhere.py --corpora texts --published --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --only "latent, 50" --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
@@ -11,8 +12,10 @@ James Bible, Perl's manual, JavaScript and German, which took part neither in ca
 choice of a constant (`cross_validating.py`). A figure is the perplexity divided by the model's own,
 with the 95 % interval of a bootstrap that draws the same windows for both. Windows are of 512
 tokens; calibration is on equally many tokens of each of eight other texts, and with `--many-kinds`
-of regard's passages of many kinds. `--keep` adds the rows to those that a file has already, in
-place of rows of the same names.
+on regard's passages of many kinds besides. With `--passes` layers are refined, as `regard convert`
+does. `--keep` adds the rows to those that a file has already, in
+place of rows of the same names, with the mean loss of every window; a row of many kinds or refined
+is then compared with the row that is named as it is without that, window by window.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from common import finish, machine
 from converting import INT8, told
-from corpora import ELSEWHERE, read, some
+from corpora import ELSEWHERE, MEASURED, read, some
 from published_rules import RULES, care, care_ranks, separate
 
 from regard.cache import KVCache, QuantizedCache
@@ -43,6 +46,8 @@ from regard.hf.packages import quiet
 
 LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
+REFINED = ", refined"  # and of rows whose layers are refined
+GROUPS = {"own": ("manual", *MEASURED), "elsewhere": ELSEWHERE}
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
 K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))
 
@@ -70,7 +75,9 @@ def rows_for(shipped: Sequence[Any], stored: torch.dtype, published: bool) -> li
     rows += [Row("K8V4 cache", None, K8V4), Row("K4V4 cache", None, K4V4)]
     latents = {share: chosen(f"latent-{share}") for share in (75, 50, 25)}
     rows += [Row(f"latent, {share} %", t) for share, each in latents.items() for t in each]
-    rows += [Row("latent by layer, 50 %", replace(t, by_layer=True)) for t in latents[50]]
+    for share in (75, 50):
+        differing = [replace(target, by_layer=True) for target in latents[share]]
+        rows += [Row(f"latent by layer, {share} %", target) for target in differing]
     rows += [Row("latent of equal ranks, 25 %", replace(t, by_layer=False)) for t in latents[25]]
     rows += [Row(f"latent, {s} %, int8 cache", t, INT8) for s in (75, 50) for t in latents[s]]
     rows += [Row(f"DeepSeek's form, {s} %", t) for s in (75, 50) for t in chosen(f"deepseek-{s}")]
@@ -87,6 +94,14 @@ def rows_for(shipped: Sequence[Any], stored: torch.dtype, published: bool) -> li
             rows.append(Row(f"DeepSeek's form, {share} %, output not refitted", target))
             rows += [Row(f"{name}, {share} %", target, rule=name) for name in RULES]
     return rows
+
+
+def fitted(row: Row, many: bool, passes: int) -> Row:
+    """The row with the name and target of this calibration; a cache alone has none."""
+    if row.target is None:
+        return row
+    name = row.name + MANY * many + REFINED * bool(passes)
+    return row._replace(name=name, target=replace(row.target, passes=passes))
 
 
 def by_rule(row: Row, model: Any, shipped: Sequence[Any], tokens: torch.Tensor) -> Any:
@@ -165,6 +180,10 @@ def measure(
             text: float((each.mean() - base[text].mean()).exp())
             for text, (each, _) in found.items()
         }
+        result["losses"] = {
+            text: [round(loss, 6) for loss in each.double().mean(1).tolist()]
+            for text, (each, _) in found.items()
+        }
         print(line(result), flush=True)
         yield result
 
@@ -188,10 +207,26 @@ def windows_for(tokenizer: Any, texts: dict[str, str], most: int) -> dict[str, t
 def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> None:
     """Add the rows to the file, in place of rows of the same names."""
     there = json.loads(path.read_text())["results"] if path.exists() else []
-    rows = {row["method"]: row for row in (*there, *results)}
-    found = {"benchmark": "elsewhere", "machine": machine(), "model": model}
-    found |= {"calibration_tokens": tokens, "results": [*rows.values()]}
+    own = machine()
+    beside = {"calibration_tokens": tokens, "machine": f"{own['processor']}, torch {own['torch']}"}
+    new = [row | beside for row in results]
+    rows = {row["method"]: row for row in (*there, *new)}
+    for row in rows.values():
+        name: str = row["method"]
+        plain = rows.get(name.removesuffix(REFINED if name.endswith(REFINED) else MANY), row)
+        if plain is not row:
+            row["paired"] = {group: paired(row, plain, texts) for group, texts in GROUPS.items()}
+    found = {"benchmark": "elsewhere", "model": model, "results": [*rows.values()]}
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def paired(row: dict[str, Any], plain: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """The perplexity of a row over another's, from the mean losses of the same windows."""
+    mine, others = (
+        torch.tensor([loss for text in texts for loss in each["losses"][text]])[:, None]
+        for each in (row, plain)
+    )
+    return asdict(bootstrap(mine, others))
 
 
 def main() -> None:
@@ -200,9 +235,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct if none is given")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of rows")
     parser.add_argument("--published", action="store_true", help="rules of papers, too")
-    parser.add_argument("--windows", type=int, default=2, help="of each text, to measure on")
+    parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
     parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
     parser.add_argument("--many-kinds", action="store_true", help="calibrate on them, too")
+    parser.add_argument("--passes", type=int, default=0, help="of gradient steps over the text")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -215,8 +251,10 @@ def main() -> None:
         "elsewhere": some(options.corpora, ELSEWHERE),
     }
     texts = {name: windows_for(tokenizer, each, options.windows) for name, each in groups.items()}
-    kinds = [*python_texts(), *training.values(), *([many_kinds()] * options.many_kinds)]
+    kinds = [*python_texts(), *training.values()]
     tokens = calibration(tokenizer, kinds, windows=options.calibration, length=LENGTH)
+    if options.many_kinds:
+        tokens = torch.cat([tokens, windows_of(tokenizer, [many_kinds()], length=LENGTH)])
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     stored = stored_dtype(path)
     rows = [
@@ -224,8 +262,7 @@ def main() -> None:
         for row in rows_for(shipped, stored, options.published)
         if row.name == "as shipped" or options.only in row.name
     ]
-    if options.many_kinds:
-        rows = [each._replace(name=f"{each.name}{MANY * bool(each.target)}") for each in rows]
+    rows = [fitted(row, options.many_kinds, options.passes) for row in rows]
     results = list(measure(model, rows, tokens, texts, stored))
     if options.keep is not None:
         keep(options.keep, results, path.name, tokens.numel())

@@ -3,6 +3,7 @@
 import pytest
 
 from regard.compare import texts_for
+from regard.convert.texts import many_kinds
 from tiny import VOCABULARY
 
 
@@ -17,6 +18,8 @@ def test_calibration_text_is_not_measured_on():
     default = texts_for(Words(), context=64)
     assert default.windows.shape == (1, 64)
     assert default.calibration.shape == (6, 512)
+    passages = Words()(many_kinds())["input_ids"]
+    assert default.calibration[-2:].flatten().tolist() == passages[:1024]
     more = [texts_for(Words(), context=64, windows=n).calibration.shape for n in (2, 3, 4)]
     assert more == [(12, 512), (18, 512), (18, 512)]
     own = texts_for(Words(), context=10, text="ab" * 5000, name="own")

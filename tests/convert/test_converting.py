@@ -1,6 +1,7 @@
 """The conversion of a whole model: exact if it says so, refused before any work, saved to load."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,9 +60,22 @@ def test_layers_converted_together_are_those_converted_alone():
 
 
 @torch.no_grad()
-def test_ranks_by_layer_keep_their_total():
-    from dataclasses import replace
+@pytest.mark.parametrize("to", ["mqa", "mla:8", "mla:8+4"])
+def test_refined_layers_miss_less_and_leave_the_model_alone(to):
+    model, text = tiny("llama"), tokens(8, 128)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = target_of(to, shipped_of(model))
+    made, refined = convert(model, [plain, replace(plain, passes=3)], text)
+    for one, other in zip(made.report[:1], refined.report[:1], strict=True):  # on equal inputs
+        assert one.missed == other.missed
+        assert other.still_missed < one.still_missed
+    kept = convert(model, [replace(plain, passes=3, refit=False)], text)[0]
+    assert [each.still_missed for each in kept.report] == [each.missed for each in kept.report]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
+
+@torch.no_grad()
+def test_ranks_by_layer_keep_their_total():
     model = tiny("llama")
     target = replace(target_of("mla:12", shipped_of(model)), by_layer=True)
     (made,) = convert(model, [target], tokens(8, 128))

@@ -103,6 +103,27 @@ def test_a_converted_model_is_refused_before_its_weights_are_read(tmp_path, monk
         run_job(Job(tmp_path / "model", "mqa", tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("options", "by_layer", "passes"),
+    [
+        ({"to": "latent-50"}, True, jobs.PASSES),
+        ({"to": "mla", "budget": 0.5}, True, jobs.PASSES),
+        ({"to": "latent-75"}, False, jobs.PASSES),
+        ({"to": "mla:12"}, False, jobs.PASSES),
+        ({"to": "mla:12", "by_layer": True}, True, jobs.PASSES),
+        ({"to": "latent-50", "low_memory": True}, False, 0),
+        ({"to": "deepseek-50"}, False, jobs.PASSES),
+        ({"to": "mqa"}, False, jobs.PASSES),
+    ],
+)
+def test_layers_are_refined_and_small_budgets_have_ranks_by_layer(
+    options, by_layer, passes, tmp_path
+):
+    job = Job(tmp_path / "model", out=tmp_path / "out", **options)
+    target, _ = jobs._target(job, tiny("llama"), torch.float32, torch.float32)
+    assert (target.by_layer, target.passes) == (by_layer, passes)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_skeleton_is_the_model_without_weights(family, tmp_path):
     model = tiny(family)

@@ -50,3 +50,21 @@ def test_a_row_on_other_texts_is_what_was_measured(result):
     wanted += [f"{result['texts'][name]:.3f}" for name in ("bible", "perl", "javascript", "german")]
     rows = [line.strip("| ").split(" | ") for line in read(PAGE).splitlines() if "(" in line]
     assert [result["method"], f"{100 * result['cache']:.0f} %", *wanted] in rows
+
+
+@pytest.mark.parametrize(
+    "result", [each for each in ELSEWHERE if "paired" in each], ids=lambda each: each["method"]
+)
+def test_a_paired_interval_is_what_was_measured(result):
+    groups = [result["paired"][name] for name in ("own", "elsewhere")]
+    wanted = [f"{each['value']:.3f} ({each['low']:.3f}-{each['high']:.3f})" for each in groups]
+    assert f"| {' | '.join([result['method'], *wanted])} |" in read(PAGE).splitlines()
+
+
+@pytest.mark.parametrize("result", ELSEWHERE, ids=lambda each: each["method"])
+def test_a_row_says_its_own_calibration_and_machine(result):
+    many = "many kinds" in result["method"]
+    assert result["calibration_tokens"] == (19_968 if many else 8_192)
+    assert "torch" in result["machine"]
+    if many:  # both are rows of the same windows, so that they can be compared one by one
+        assert {len(each) for each in result["losses"].values()} == {4}

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.convert.texts import calibration, python_texts, python_topics
+from regard.convert.texts import calibration, many_kinds, python_texts, python_topics
 
 NUM_WINDOWS = 1  # to measure on, if no other number is given
-CALIBRATION_WINDOWS = 6  # for each window to measure on: two of each kind of text
+CALIBRATION_WINDOWS = 6  # for each window to measure on, a third of them of many kinds of text
 CALIBRATION_LENGTH = 512  # tokens
 CHARACTERS = 16  # characters read per token needed: more than a token has on average in any text
 
@@ -48,9 +48,9 @@ def texts_for(
     """Windows of `context` tokens, and calibration text that is not in them.
 
     The default is the language reference that every CPython carries (`pydoc_data.topics`): every
-    second topic is measured on; the others, documentation and source of the standard library are
-    calibrated on. With a given `text`, its start is measured on and what follows is calibrated on;
-    if too little follows, the default texts are calibrated on.
+    second topic is measured on; the others, documentation of the standard library and passages of
+    many kinds, equally many tokens of each, are calibrated on. With a given `text`, its start is
+    measured on and what follows is calibrated on; if too little follows, the default texts are.
 
     Args:
         tokenizer: the model's, as transformers loads it.
@@ -86,6 +86,6 @@ def texts_for(
     if 0 < following == len(rest):
         calibrating = rest.unflatten(0, (count, CALIBRATION_LENGTH))
     else:
-        texts = python_texts()
-        calibrating = calibration(tokenizer, texts, windows=count, length=CALIBRATION_LENGTH)
+        given = (*python_texts()[:2], many_kinds())
+        calibrating = calibration(tokenizer, given, windows=count, length=CALIBRATION_LENGTH)
     return Texts(measuring, calibrating, name or "text")

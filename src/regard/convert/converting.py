@@ -17,6 +17,7 @@ from regard.convert.lossy.allocating import allot, importance
 from regard.convert.lossy.calibrate import Made, Make, Step, input_moments, refitted, walk
 from regard.convert.lossy.decouple import common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, energies_of, latentize
+from regard.convert.lossy.refining import refine
 from regard.convert.lossy.regroup import regroup
 from regard.convert.lossy.sensitivity import gradients_of
 from regard.convert.recording import recording
@@ -224,12 +225,15 @@ class _Calibration:
 
 
 def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
-    """Wrap `make`: each layer it makes is refitted and appended, and its error reported."""
+    """Wrap `make`: each layer it makes is refined, refitted and appended, its error reported."""
 
     def made(step: Step) -> Made:
         layer = make(step)
         before = layer.get_submodule("o_proj")
         missed, still, inputs = refitted(layer, step.x, step.target)
+        if to.target.passes and to.target.refit:
+            refine(layer, step.x, step.target, passes=to.target.passes)
+            _, still, inputs = refitted(layer, step.x, step.target)
         if not to.target.refit:
             layer.o_proj, still = before, missed
         rank = getattr(layer, "kv_lora_rank", None)

@@ -15,6 +15,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.recipe import Recipe
+from regard.convert.lossy.refining import PASSES
 from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
 from regard.convert.saving import check_free, save
@@ -26,6 +27,7 @@ from regard.hf.loading.checkpoints import load, skeleton, stored_dtype
 from regard.hf.placing.place import has_placed_layers, place, sharing
 from regard.rates import processor
 
+BY_LAYER = 0.6  # share of keys and values below which a budget gives a rank to each layer
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
 Progress = Callable[[str, int, int], None]
@@ -42,7 +44,7 @@ class Job:
     portable: bool = False
     budget: float | None = None
     by_layer: bool = False  # whether the latents' ranks differ by layer
-    # texts to calibrate on, besides those of `heal`; `own_texts` if there are none
+    # texts to calibrate on, besides those of `heal`; those of `calibration` if there are none
     calibrate: Mapping[str, str] = field(default_factory=dict)
     # texts to heal on, by distillation from the original; no healing if there are none
     heal: Mapping[str, str] = field(default_factory=dict)
@@ -150,7 +152,10 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
         check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    return replace(target, by_layer=job.by_layer or (target.by_layer and not job.low_memory)), was
+    share = target.rank / (2 * first.num_kv_heads * first.head_dim)
+    few = target.kind == "exact-rope" and ":" not in job.to and share < BY_LAYER
+    by_layer = job.by_layer or (few and not job.low_memory)
+    return replace(target, by_layer=by_layer, passes=0 if job.low_memory else PASSES), was
 
 
 def _length(model: Any) -> int:

@@ -60,6 +60,8 @@ class Target:
         by_layer: whether the rank differs by layer, as it does below 30 % of the cache.
         method: how heads are merged, see `regroup`.
         refit: whether output projections are refitted, see `refit_output`.
+        passes: over the text, in which gradient steps refine each layer before it is refitted
+            again. `regard convert` takes two; none are quicker, as in `regard compare`.
 
     Examples:
         >>> from regard.convert import Target
@@ -75,6 +77,7 @@ class Target:
     by_layer: bool = False
     method: Literal["aligned", "mean", "first"] = "aligned"
     refit: bool = True
+    passes: int = 0
 
     @property
     def name(self) -> str:

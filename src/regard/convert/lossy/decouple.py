@@ -100,8 +100,8 @@ def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads
 
 def average_rotation(frequencies: Tensor) -> Complex128[Tensor, " freq"]:
     """The mean of the rotation over distances: the best constant in its place."""
-    distances = torch.arange(1, DISTANCES + 1, device=frequencies.device)
-    angles = distances.double()[:, None] * frequencies
+    distances = torch.arange(1, DISTANCES + 1, device=frequencies.device).double()
+    angles = distances[:, None] * frequencies
     return torch.polar(torch.ones_like(angles), -angles).mean(0)
 
 
@@ -176,8 +176,8 @@ def largest(score: Float64[Tensor, "freq heads"], rope_dim: int) -> Tensor:
     if rope_dim % 2 or not 2 <= rope_dim <= 2 * score.numel():
         raise ValueError(f"rope_dim={rope_dim} is not an even number in 2..{2 * score.numel()}")
     best = score.flatten().topk(rope_dim // 2).indices
-    chosen = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
-    return chosen.index_fill(0, best, True).view_as(score)
+    rotated = torch.zeros_like(score, dtype=torch.bool).flatten()
+    return rotated.index_fill(0, best, True).view_as(score)
 
 
 def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tensor:
@@ -186,8 +186,9 @@ def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tenso
             f"counts={tuple(counts)} must have one number for each of {len(found.frequencies)} "
             f"frequencies, and add up to rope_dim / 2 = {rope_dim // 2}"
         )
-    order = torch.arange(found.harm.shape[1])  # within a frequency, the most harmful come first
-    return (order < torch.tensor(counts)[:, None]).to(found.harm.device)
+    wanted = torch.tensor(counts, device=found.harm.device)
+    order = torch.arange(found.harm.shape[1], device=wanted.device)  # the most harmful come first
+    return order < wanted[:, None]
 
 
 def from_components(

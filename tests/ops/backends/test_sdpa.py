@@ -10,6 +10,7 @@ import torch
 
 from regard import (
     EVERYTHING,
+    Alibi,
     Causal,
     Dense,
     Part,
@@ -174,3 +175,36 @@ def test_on_a_gpu_heads_are_grouped_only_where_its_kernel_takes_that(mask, dtype
     assert flags == [(True, 2) if plain else (False, 6)]
     want = attend(q.double(), k.double(), v.double(), mask=mask, backend="eager")
     torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_on_a_gpu_a_bias_is_read_in_the_dtype_of_the_queries(dtype):
+    """torch's kernels for GPUs read any bias so: one of float32 would be rounded, or misread."""
+    q = torch.zeros(1, 2, 3, 8, dtype=dtype)
+    gpu = torch.device("cuda", 0)
+    for bias, taken in (
+        (torch.zeros(2, 3, 3, dtype=dtype), True),
+        (torch.zeros(2, 3, 3), False),
+        (Alibi.for_heads(2), False),
+    ):
+        call = prepare(q, q, q, score_bias=bias, backend="sdpa").call
+        objection = sdpa.objection(replace(call, device=gpu))
+        assert (objection is None) is taken
+        assert taken or f"reads biases in {dtype} on cuda" in objection
+    single = prepare(q.float(), q.float(), q.float(), score_bias=Alibi.for_heads(2)).call
+    assert sdpa.objection(replace(single, device=gpu)) is None
+
+
+def test_on_a_gpu_a_bias_is_given_in_the_dtype_of_the_queries(monkeypatch):
+    q = torch.randn(1, 2, 3, 8).half()
+    call = prepare(q, q, q, score_bias=torch.randn(2, 3, 3).half(), backend="sdpa").call
+    call, given = replace(call, device=torch.device("cuda", 0)), []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*streams, **options):
+        given.append(options["attn_mask"].dtype)
+        return real(*streams, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    sdpa.run(call, q, q, q)
+    assert given == [torch.float16]

@@ -112,7 +112,7 @@ def stored_parts(k, v, rng, *, shared: int, joined: bool) -> tuple[Part, ...]:
 
 @pytest.mark.parametrize("queries", [1, 17])
 @pytest.mark.parametrize("kind", few([*list(KINDS)[1:], "MHA"], 2))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", sorted(BACKENDS.keys() - {"latents", "flash"}))
 def test_every_backend_reads_shared_and_own_pages(backend, kind, queries):
     """A prefix of 32 tokens that rows share, then their own pages, against loops in float64."""
     torch.manual_seed(5)

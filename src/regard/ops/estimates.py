@@ -26,7 +26,7 @@ _HALF_ROW = 0.08  # the same of a single query, beyond the operators of its head
 
 LAUNCH = 5e-6  # seconds to start an operator, which decoding steps outside of CUDA graphs wait for
 READ = 0.8  # share of the memory's rate that long reads reach
-FLASH = 0.6  # share of the rate of products: cuDNN, for 8,192 causal queries on an H100
+FLASH = 0.55  # share of the rate of products: cuDNN and FlashAttention 3 on an H100
 DIRECT = 0.35  # FlashAttention 2, which torch calls directly, on an H100
 EFFICIENT = 0.3  # torch's kernel for dense masks and float32
 GENERATED = 0.4  # kernels that Triton compiles, FlexAttention's among them, on an H100

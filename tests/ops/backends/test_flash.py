@@ -24,7 +24,7 @@ from regard import (
     attend_partial,
     prepare,
 )
-from regard.ops.backends import flash
+from regard.ops.backends import flash, sdpa
 from regard.ops.choose import choose
 
 LEFT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9])
@@ -71,7 +71,6 @@ def _row(q, k, v, scale, left, right):
 def anywhere(monkeypatch):
     """The backend on a CPU, in any dtype, with the kernel of plain operators."""
     plain = lambda call: None  # noqa: E731
-    monkeypatch.setattr(flash, "_machine_objection", plain)
     monkeypatch.setattr(flash, "_shape_objection", plain)
     monkeypatch.setattr(flash, "_device_objection", plain)
     monkeypatch.setattr(
@@ -117,7 +116,8 @@ class Gpu:
     """A call as if on a GPU with the kernel."""
 
     def __init__(self, monkeypatch):
-        monkeypatch.setattr(flash, "_machine_objection", lambda device: None)
+        for module in (flash, sdpa):
+            monkeypatch.setattr(module, "has_flash", lambda device: True)
 
     def call(self, dtype=torch.bfloat16, dim=64, length=9, **options):
         q, k = (torch.zeros(1, heads, length, dim, dtype=dtype) for heads in (4, 2))
@@ -129,6 +129,9 @@ def test_objections(monkeypatch):
     assert "for CUDA, got cpu" in flash.objection(
         prepare(*(torch.zeros(1, 2, 3, 8, dtype=torch.float16),) * 3).call
     )
+    q = torch.zeros(1, 2, 3, 8, dtype=torch.float16)
+    old = replace(prepare(q, q, q).call, device=torch.device("cuda", 0))
+    assert "NVIDIA GPU since the A100" in flash.objection(old)
     call = Gpu(monkeypatch).call
     assert flash.objection(call()) is None
     assert flash.objection(call(mask=Causal() & SlidingWindow(4))) is None
@@ -169,5 +172,5 @@ def test_a_step_of_a_padded_batch_avoids_a_plan(monkeypatch):
     q, k = torch.zeros(2, 8, 1, 64, dtype=torch.half), torch.zeros(2, 2, 300, 64, dtype=torch.half)
     span = Span(299, 300, 0, 300)
     call = prepare(q, k, k, mask=Causal() & padding, span=span, backend="eager").call
-    monkeypatch.setattr(flash, "_machine_objection", lambda device: None)
+    Gpu(monkeypatch)
     assert choose(replace(call, device=torch.device("cuda", 0))) == "grouped"

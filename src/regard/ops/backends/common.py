@@ -1,5 +1,6 @@
 """What backends share: masks as addends, hidden keys zeroed, results checked, memory layouts."""
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -171,6 +172,16 @@ def flash_on_cpu(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale
     )
     return out, lse
+
+
+@functools.cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch has FlashAttention and cuDNN for a device: NVIDIA's GPUs since the A100."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def columns_contiguous(x: Tensor) -> Tensor:

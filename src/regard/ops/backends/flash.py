@@ -5,14 +5,13 @@ first key, and returns no log-sum-exp. The kernel (Dao 2023, arXiv:2307.08691) h
 takes packed sequences: documents and left padding are segments, computed without a mask.
 """
 
-import functools
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.ops.backends.common import columns_contiguous, same_width
+from regard.ops.backends.common import columns_contiguous, has_flash, same_width
 from regard.ops.call import Call, is_empty, shown
 from regard.ops.estimates import DIRECT, on_device, visible_share
 from regard.ops.partial import Partial, merge
@@ -20,7 +19,6 @@ from regard.ops.segments import UNLIMITED, Region, Segments, region_of
 
 _WIDEST = 256  # head dims of the kernel
 _MULTIPLE = 8  # of which head dims are multiples: the kernel copies 16 bytes at a time
-_LEAST = (8, 0)  # compute capability: of an A100
 _OPERATORS = 5  # started by a call
 _PACKING = 12  # more operators, where tokens are packed into segments
 _COPIES = 3  # times that keys and values are moved, packed
@@ -31,7 +29,6 @@ def objection(call: Call) -> str | None:
         return "flash needs at least one query and one visible key"
     return (
         _device_objection(call)
-        or _machine_objection(call.device)
         or _shape_objection(call)
         or _option_objection(call)
         or _mask_objection(call)
@@ -40,15 +37,9 @@ def objection(call: Call) -> str | None:
 
 def _device_objection(call: Call) -> str | None:
     kind = call.device.type
-    return None if kind == "cuda" else f"flash is for CUDA, got {kind}"
-
-
-@functools.cache
-def _machine_objection(device: torch.device) -> str | None:
-    if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
-        return "flash needs a torch that was built with FlashAttention for NVIDIA's GPUs"
-    found = torch.cuda.get_device_capability(device)
-    return None if found >= _LEAST else f"flash needs compute capability {_LEAST}, got {found}"
+    if kind != "cuda":
+        return f"flash is for CUDA, got {kind}"
+    return None if has_flash(call.device) else "flash needs an NVIDIA GPU since the A100"
 
 
 def _shape_objection(call: Call) -> str | None:

@@ -16,6 +16,7 @@ from regard.ops.backends.common import (
     flash_on_cpu,
     four_dims,
     fully_masked,
+    has_flash,
     hidden_keys,
     is_finite,
     run_and_check,
@@ -138,9 +139,9 @@ def _plans_anew(call: Call, masked: bool) -> bool:
     """Whether torch may take cuDNN's kernel for a call of a shape that it has not seen: that of a
     decoding step, or of a prompt. Prompts under other masks have no quick kernel but this and
     FlexAttention's, which takes longer to compile."""
-    if call.device.type != "cuda" or call.dtype.itemsize >= 4:
+    if call.needs_grad or call.dtype.itemsize >= 4 or torch.compiler.is_compiling():
         return False
-    if call.needs_grad or torch.compiler.is_compiling():
+    if not has_flash(call.device):
         return False
     return call.num_queries == 1 or not masked
 

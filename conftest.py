@@ -15,8 +15,11 @@ from covering import covering_items, unchecked_items
 from durations import Measured
 from session import LONG, worst
 
-# examples that need an optional package
-collect_ignore = [] if find_spec("lm_eval") else ["src/regard/hf/evaluating/harness.py"]
+NEEDS = {  # modules that need an optional package
+    "src/regard/hf/evaluating/harness.py": "lm_eval",
+    "src/regard/ops/kernels/latents.py": "triton",
+}
+collect_ignore = [path for path, package in NEEDS.items() if not find_spec(package)]
 pytest.register_assert_rewrite("contract", "kernel_checks", "layers", "plain")
 os.environ["REGARD_SPEED"] = "default"  # a tuned machine chooses as any other, here
 

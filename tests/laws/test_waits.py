@@ -151,7 +151,8 @@ CALLS = {
 def test_no_backend_reads_in_a_step(call, backend, dtype, monkeypatch):
     """Also where `grouped` multiplies half precision as it is, as on NVIDIA's GPUs."""
     monkeypatch.setattr(grouped, "_multiplies_half", lambda x: x.dtype.itemsize < 4)
-    if backend == "sdpa" and call in ("sinks", "softcap"):
+    rounded = ("alibi", "relative", "bias") if dtype == torch.bfloat16 else ()
+    if backend == "sdpa" and call in ("sinks", "softcap", *rounded):
         return  # it objects
     q, k = numbers(2, 8, 1, 16, dtype=dtype), numbers(2, 2, 40, 16, dtype=dtype)
     given = CALLS[call]()

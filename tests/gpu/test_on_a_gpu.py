@@ -106,6 +106,8 @@ def test_random_calls_of_generated_and_fixed_kernels(dtype, backend, count, unch
         accepted += 1
         if accepted == count:
             return
+    assert accepted or backend == "flash"
+    assert accepted or DEVICE == "cpu" or dtype not in HALVES
 
 
 SHORT = torch.tensor([[0], [33]])

@@ -12,11 +12,11 @@ from regard.masks.runs import FAR, NEAR
 from regard.ops.call import Call
 from regard.ops.mask_tensors import make_once
 
-UNLIMITED = -1  # keys that a query may attend to on one side: FlashAttention's name for all
+UNLIMITED = -1  # FlashAttention's number of keys on one side of a query, if these are all
 
 
 class Band(NamedTuple):
-    """The keys that a query may attend to, counted from the query that has the last key beside it.
+    """The keys around a query that it may attend to, where the last query is beside the last key.
 
     Attributes:
         left: keys before its own; -1 for all.

@@ -67,7 +67,7 @@ def compile_kernels(
     """Multiply one token by a weight; run a layer of each row with its cache: a prefill, a step,
     and a step that is repeated."""
     from regard.hf.generating.caches import KINDS, NAMES
-    from regard.ops.kernels.row_products import linear  # imports numba
+    from regard.ops.kernels.chaining import linear  # imports numba
 
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]

@@ -29,7 +29,7 @@ TOKENS = torch.arange(3, 11).view(1, 8)
 @pytest.fixture
 def calls(monkeypatch):
     """The rows of each call that compiled code has run."""
-    from regard.ops.kernels import row_products as module
+    from regard.ops.kernels import chaining as module
 
     found, run = [], module.linear
 
@@ -64,7 +64,8 @@ def test_an_installed_model_decodes_by_compiled_products_and_a_prompt_does_not(c
     assert report.linear == linears - 2 * CONFIG.num_hidden_layers  # keys' and values' are small
     assert f"{report.linear} linear layers on a CPU: up to 8 tokens by compiled code" in str(report)
     torch.testing.assert_close(model(TOKENS).logits, shipped, atol=1e-5, rtol=1e-5)
-    assert calls == [TOKENS.shape[1]] * report.linear
+    alone = report.linear - 3 * report.decoder_layers  # those of MLPs are run in chains
+    assert calls == [TOKENS.shape[1]] * alone
     calls.clear()
     model(TOKENS.repeat(1, 2))
     assert calls == []
@@ -77,8 +78,8 @@ def test_an_installed_model_decodes_by_compiled_products_and_a_prompt_does_not(c
 def test_install_may_leave_linear_layers_alone(calls):
     model = LlamaForCausalLM(CONFIG).eval()
     report = regard.hf.install(model, linear=False)
-    assert report.linear == 0
-    assert "linear" not in str(report)
+    assert (report.linear, report.decoder_layers) == (0, 0)
+    assert "compiled code" not in str(report)
     with torch.no_grad():
         model(TOKENS)
     assert calls == []
@@ -144,12 +145,12 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
     half = layer.bfloat16()
     x = x.bfloat16()
     torch.testing.assert_close(half(x), own(half, x))
-    products._gains.cache_clear()
+    products.gains.cache_clear()
     monkeypatch.setattr("regard.ops.kernels.intrinsics.machine_lanes", lambda: 16)
     calls.clear()
     assert half(x).equal(own(half, x))
     assert calls == []
-    products._gains.cache_clear()
+    products.gains.cache_clear()
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["at once", "in parts"])
@@ -160,7 +161,7 @@ def test_many_rows_of_half_precision_are_computed_in_float32(dtype, biased, few,
     if few:
         monkeypatch.setattr(products, "WIDENED", 100 * WIDTH)
     layer = nn.Linear(WIDTH, WIDTH, bias=biased, dtype=dtype).requires_grad_(False)
-    monkeypatch.setattr(products, "_gains", lambda dtype: True)
+    monkeypatch.setattr(products, "gains", lambda dtype: True)
     bind_linear(nn.Sequential(layer))
     x = torch.randn(3, MOST_ROWS, WIDTH, dtype=dtype)
     bias = layer.bias.double() if biased else None
@@ -243,11 +244,11 @@ def test_copies_and_pickles_call_themselves(layer, calls):
 def test_a_model_that_is_read_where_numba_is_missing_runs_on_torch(layer, calls, monkeypatch):
     x = torch.randn(1, WIDTH)
     monkeypatch.setattr(products, "is_installed", lambda: False)
-    products._gains.cache_clear()
+    products.gains.cache_clear()
     assert layer(x).equal(own(layer, x))
     assert calls == []
     assert bind_linear(nn.Sequential(nn.Linear(WIDTH, WIDTH))) == 0
-    products._gains.cache_clear()
+    products.gains.cache_clear()
 
 
 def test_errors_of_wrong_sizes_are_torch_s(layer):

@@ -1,4 +1,4 @@
-"""Few rows times a weight: the sums of float64, rounded; a row has the same bits in any company."""
+"""Chains of products with weights: norm, gated product, product, as float64 computes them."""
 
 import pytest
 import torch
@@ -6,95 +6,120 @@ import torch
 pytest.importorskip("numba")
 
 from regard.matrices import MOST_ROWS
-from regard.ops.kernels import row_products as compiled
-from regard.ops.kernels.row_products import linear
+from regard.ops.kernels import chaining
+from regard.ops.kernels.chaining import Gate, Matrix, Norm, Product, prepare
+from regard.ops.kernels.row_products import GELU, GELU_TANH, SILU
 
-SIZES = [(5, 16), (7, 48), (1, 32), (131, 24), (50, 8), (67, 576)]  # outputs, width
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=[16, 8, 4])
 def lanes(request, monkeypatch):
     """Vectors of so many lanes, as of AVX-512, AVX2 and NEON; LLVM divides those it lacks."""
-    monkeypatch.setattr(compiled, "machine_lanes", lambda: request.param)
-    compiled.schedule.cache_clear()
+    monkeypatch.setattr(chaining, "machine_lanes", lambda: request.param)
+    chaining.strip_for.cache_clear()
     yield request.param
-    compiled.schedule.cache_clear()
+    chaining.strip_for.cache_clear()
 
 
-def expected(x, weight, bias):
-    """The products in float64, an output at a time."""
-    rows = [[(a * b).sum() for b in weight.double()] for a in x.double()]
-    out = torch.stack([torch.stack(row) for row in rows])
-    return out if bias is None else out + bias.double()
+class Layer:
+    """The parameters of the products after attention, and what they compute in float64."""
+
+    def __init__(
+        self, dtype, *, width=48, inner=80, heads=64, shift=0.0, activation=SILU, biased=True
+    ):
+        def random(*shape):
+            return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
+
+        self.out = Matrix(random(width, heads), random(width) if biased else None)
+        self.gate = Gate(
+            Matrix(random(inner, width), random(inner) if biased else None), activation
+        )
+        self.up = Matrix(random(inner, width), random(inner) if biased else None)
+        self.down = Matrix(random(width, inner), random(width) if biased else None)
+        self.norm = Norm(torch.randn(width).to(dtype), 1e-3, shift)
+        self.heads, self.width, self.dtype = heads, width, dtype
+
+    def rows(self, count):
+        x, heads = torch.randn(count, self.width), torch.randn(count, self.heads)
+        return heads.to(self.dtype), x.to(self.dtype)
+
+    def prepared(self):
+        return prepare(
+            2,
+            1,
+            Product(1, self.out, 4, added=2),
+            Product(4, self.up, 5, norm=self.norm, gate=self.gate, waits=True),
+            Product(5, self.down, 3, added=4, waits=True),
+        )
+
+    def defined(self, heads, x):
+        states = exact(self.out, heads.double()) + x.double()
+        mean = states.pow(2).mean(-1, keepdim=True)
+        normed = states / (mean + self.norm.eps).sqrt()
+        normed = normed * (self.norm.weight.double() + self.norm.shift)
+        gates = ACTIVATIONS[self.gate.activation](exact(self.gate.matrix, normed))
+        return exact(self.down, gates * exact(self.up, normed)) + states
 
 
-@pytest.mark.parametrize("biased", [False, True])
+def exact(matrix, x):
+    bias = 0 if matrix.bias is None else matrix.bias.double()
+    return torch.einsum("oi,...i->...o", matrix.weight.double(), x) + bias
+
+
+ACTIVATIONS = {
+    SILU: lambda x: x / (1 + (-x).exp()),
+    GELU: lambda x: x * torch.special.ndtr(x),
+    GELU_TANH: lambda x: x / (1 + (-2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).exp()),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "width"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
-def test_products_are_those_of_float64_rounded(rows, outputs, width, dtype, biased, lanes):
-    x, weight = torch.randn(rows, width).to(dtype), torch.randn(outputs, width).to(dtype)
-    bias = torch.randn(outputs).to(dtype) if biased else None
-    wanted = expected(x, weight, bias)
-    out = linear(x, weight, bias)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_chain_computes_what_float64_does(rows, dtype, lanes):
+    layer = Layer(dtype)
+    heads, x = layer.rows(rows)
+    (out,) = layer.prepared().run(heads, x)
     assert out.dtype is dtype
-    terms = x.double().abs() @ weight.double().abs().T + 1  # a sum's error is a share of its terms
-    error = (out.double() - wanted).abs()
-    rounded = wanted.abs() * torch.finfo(dtype).eps / 2
-    assert (error <= rounded + terms * width * torch.finfo(torch.float32).eps).all()
+    assert out.shape == x.shape
+    wanted = layer.defined(heads, x)
+    eps = torch.finfo(torch.float32).eps
+    bound = wanted.abs() * torch.finfo(dtype).eps / 2 + 100 * eps * (1 + wanted.abs())
+    assert ((out.double() - wanted).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "shift", "biased"), [
+    (SILU, 1.0, False), (GELU, 0.0, True), (GELU_TANH, 1.0, True)])  # fmt: skip
+def test_activations_norms_and_biases(activation, shift, biased):
+    layer = Layer(torch.float32, activation=activation, shift=shift, biased=biased)
+    heads, x = layer.rows(2)
+    (out,) = layer.prepared().run(heads, 30 * x)  # far beyond where an exponential is infinite
+    torch.testing.assert_close(out.double(), layer.defined(heads, 30 * x), atol=1e-3, rtol=1e-5)
+
+
+def test_three_products_of_normed_rows_have_their_own_outputs():
+    layer = Layer(torch.float32)
+    _, x = layer.rows(2)
+    parts = layer.up, layer.gate.matrix, layer.up
+    chain = prepare(
+        1, 3, *(Product(1, each, i, norm=layer.norm) for i, each in enumerate(parts, 2))
+    )
+    mean = x.double().pow(2).mean(-1, keepdim=True) + layer.norm.eps
+    normed = x.double() / mean.sqrt() * layer.norm.weight.double()
+    for out, each in zip(chain.run(x), parts, strict=True):
+        torch.testing.assert_close(out.double(), exact(each, normed), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(dtype, threads):
-    x, weight = torch.randn(MOST_ROWS, 576).to(dtype), torch.randn(301, 576).to(dtype)
-    alone = torch.cat([linear(row[None], weight) for row in x])
+def test_a_row_of_a_chain_has_the_same_bits_in_any_company_and_on_any_threads(threads):
+    layer = Layer(torch.float32, width=576, inner=1040)
+    chain, (heads, x) = layer.prepared(), layer.rows(MOST_ROWS)
+    alone = torch.cat([chain.run(h[None], row[None])[0] for h, row in zip(heads, x, strict=True)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for rows in range(1, MOST_ROWS + 1):
-            assert linear(x[:rows], weight).equal(alone[:rows])
+            for _ in range(5):  # threads arrive in another order each time
+                assert chain.run(heads[:rows], x[:rows])[0].equal(alone[:rows])
     finally:
         torch.set_num_threads(before)
-
-
-def test_axes_before_the_rows_are_kept():
-    x, weight = torch.randn(2, 1, 3, 16), torch.randn(5, 16)
-    out = linear(x, weight)
-    assert out.shape == (2, 1, 3, 5)
-    assert out.flatten(0, 2).equal(linear(x.flatten(0, 2), weight))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_nans_are_those_of_the_sums(dtype):
-    x, weight = torch.ones(3, 16, dtype=dtype), torch.ones(2, 16, dtype=dtype)
-    x[0, 3], x[1, 5] = float("inf"), float("nan")
-    out = linear(x, weight)
-    assert out[0].isposinf().all()
-    assert out[1].isnan().all()
-    assert out[2].eq(16).all()
-
-
-X, WEIGHT, BIAS = torch.randn(2, 16), torch.randn(5, 16), torch.randn(5)
-REFUSED = {
-    "more rows": (torch.randn(MOST_ROWS + 1, 16), WEIGHT),
-    "no rows": (torch.randn(0, 16), WEIGHT),
-    "no outputs": (X, torch.randn(0, 16)),
-    "a width that is not an even number of vectors": (torch.randn(2, 12), torch.randn(5, 12)),
-    "another width": (torch.randn(2, 32), WEIGHT),
-    "another dtype": (X.bfloat16(), WEIGHT),
-    "a dtype that it does not have": (X.double(), WEIGHT.double()),
-    "rows with strides": (torch.randn(16, 2).T, WEIGHT),
-    "a weight with strides": (X, torch.randn(16, 5).T),
-    "a shorter bias": (X, WEIGHT, torch.randn(4)),
-    "a bias of another dtype": (X, WEIGHT, BIAS.double()),
-    "a lazy minus sign": (torch.randn(2, 16, dtype=torch.complex64).conj().imag, WEIGHT),
-    "a sparse weight": (X, WEIGHT.to_sparse()),
-    "a weight without memory": (X, WEIGHT.to("meta")),
-}
-
-
-@pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
-def test_a_call_that_the_kernel_cannot_read_is_left_to_others(given):
-    assert linear(*given) is None

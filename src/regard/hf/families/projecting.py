@@ -48,8 +48,19 @@ class Separate:
     def both(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return (self.queries(module, x), *self.memory(module, x))
 
+    def of_products(self, module: Any, wide: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values from what their children have computed."""
+        q, k, v = wide
+        return (
+            self._split(module, q, "q_norm"),
+            self._split(module, k, "k_norm"),
+            self._split(module, v, None),
+        )
+
     def _heads(self, module: Any, name: str, norm: str | None, x: Tensor) -> Tensor:
-        wide = getattr(module, name)(x)
+        return self._split(module, getattr(module, name)(x), norm)
+
+    def _split(self, module: Any, wide: Tensor, norm: str | None) -> Tensor:
         if norm is not None and self.norm == "width":
             wide = getattr(module, norm)(wide)
         bound = None if self.clip is None else getattr(module.config, self.clip)

@@ -20,6 +20,7 @@ from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
 from regard.hf.running import heads, latent, registering
 from regard.hf.running.binding import bind, method, replace, restore
+from regard.hf.running.decoder_layers import bind_layers
 from regard.hf.running.probing import disagreement
 from regard.hf.running.products import bind_linear
 from regard.layers.forms.tied_kv import TiedKeys
@@ -84,6 +85,7 @@ class Installation:
         called: the names of attention modules that project and rotate in their own way and call
             regard for the attention alone, and the first difference from a known class.
         linear: linear layers that multiply few tokens by compiled code.
+        decoder_layers: decoder layers of Llama's form that run few tokens by compiled code.
 
     Examples:
         >>> from regard.hf import Installation, InstalledLayer
@@ -98,6 +100,7 @@ class Installation:
     left_alone: dict[str, str]
     called: dict[str, str] = field(default_factory=dict)
     linear: int = 0
+    decoder_layers: int = 0
 
     def __str__(self) -> str:
         groups: dict[str, list[str]] = {}
@@ -116,6 +119,9 @@ class Installation:
         if self.linear:
             what = counted(self.linear, "linear layer")
             lines.append(f"  {what} on a CPU: up to {MOST_ROWS} tokens by compiled code")
+        if self.decoder_layers:
+            what = counted(self.decoder_layers, "decoder layer")
+            lines.append(f"  {what} on a CPU: few tokens by compiled code")
         return "\n".join(lines)
 
 
@@ -186,8 +192,8 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
         for name in why
         if name not in called
     }
-    bound = bind_linear(model) if linear else 0
-    return Installation(type(model).__name__, layers, left, called, bound)
+    bound = (bind_linear(model), bind_layers(model)) if linear else (0, 0)
+    return Installation(type(model).__name__, layers, left, called, *bound)
 
 
 def _difference_of(kind: Any) -> str:

@@ -46,8 +46,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
     `nn.Linear`, on a CPU and without gradients, quicker."""
     if type(self) is nn.Linear:
         weight, bias = self.weight, self.bias
-        if _gains(weight.dtype) and _runs_now(input, weight, bias):
-            from regard.ops.kernels.row_products import linear  # imports numba
+        if gains(weight.dtype) and _runs_now(input, weight, bias):
+            from regard.ops.kernels.chaining import linear  # imports numba
 
             out = linear(input, weight, bias)
             if out is not None:
@@ -70,7 +70,7 @@ def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _gains(dtype: torch.dtype) -> bool:
+def gains(dtype: torch.dtype) -> bool:
     """Whether this module's products are quicker than torch's kernels on this processor: not
     without numba, which may be missing where a pickled model is read. In half precision they are on
     AVX2 alone: torch has other kernels with AVX-512 and on Arm, beside which none was measured."""

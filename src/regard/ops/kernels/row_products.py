@@ -1,5 +1,5 @@
-"""Few rows times the weight of a linear layer: the memory's bandwidth is the limit, so the weight
-is read once for all rows.
+"""Products of few rows with the weights of linear layers: the memory's bandwidth is the limit, so
+each weight is read once for all rows.
 
     x [rows, width]      weight [outputs, width]       out [rows, outputs]
 
@@ -7,193 +7,216 @@ One row of the weight after the other is multiplied by up to four rows of x, who
 registers: memory is read as one stream, which is quicker than several. A task is some outputs, and
 threads take tasks until none is left. A dot product adds its terms in the same order whatever the
 number of rows, tasks and threads: a row has the same bits in each.
+
+One call runs a chain of products. A product may norm its rows first (RMSNorm, arXiv:1910.07467), be
+gated by the activation of another one (arXiv:2002.05202), and be added to other rows. It may wait
+for the one before it, whose results are its rows. `chaining.py` calls this.
 """
 
-import ctypes
 import functools
+import math
 import struct
 from typing import Any, NamedTuple, no_type_check
 
 import numba
 import numpy as np
-import torch
 from numba import carray, types
 from numba.extending import typeof_impl
-from torch import Tensor
 
 from regard.compiling import compiled_from, part
-from regard.matrices import MOST_ROWS
 from regard.ops.kernels import appending, encoding, intrinsics, vectors
 from regard.ops.kernels.appending import put
 from regard.ops.kernels.encoding import number
-from regard.ops.kernels.intrinsics import (
-    _type_of,
-    emits,
-    floats,
-    machine_lanes,
-    next_number,
-)
-from regard.ops.kernels.launching import _PLAIN, _workspace
-from regard.ops.kernels.threads import launch
+from regard.ops.kernels.intrinsics import _type_of, emits, floats, next_number
 from regard.ops.kernels.tiles import LINE
-from regard.ops.kernels.vectors import INT64
+from regard.ops.kernels.vectors import INT32, INT64
 
 AHEAD = 1024  # bytes of weights: so far before it is read, a cache line is requested from memory
-TASK = 1 << 16  # bytes of weights, about: several tasks for each thread, so that a slow core takes
-# fewer
+SILU, GELU, GELU_TANH = 1, 2, 3  # the activation of a gate
+ROOT_HALF = math.sqrt(0.5)  # GELU(x) = x / 2 (1 + erf(x sqrt(1/2))), and about x / 2 (1 + tanh(
+TANH_FACTOR, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715  # sqrt(2/pi) (x + 0.044715 x**3)))
 
 
 class Strip(NamedTuple):
     """The shape of the kernel's loops. Each value is a constant in its machine code."""
 
     lanes: int  # float32 elements of a vector: 16, 8 or 4
-    half: bool  # bfloat16; otherwise float32
+    half: bool  # weights are bfloat16; otherwise float32
 
     @property
     def item(self) -> int:
-        """Bytes of one element of x, weight, bias and out."""
+        """Bytes of one element of a weight."""
         return 2 if self.half else 4
 
 
 typeof_impl.register(Strip)(_type_of)
 
 
-class Product(NamedTuple):
-    """One call. Addresses are in bytes; tensors are contiguous."""
+class Stage(NamedTuple):
+    """One product of a chain, which is the same in each of its calls. Weights are contiguous, and
+    their addresses are in bytes; rows are the numbers of their places in `Chain`."""
 
-    rows: int
     outputs: int
     width: int  # a multiple of two vectors
-    x: int  # address of [rows, width]
+    x: int  # place of [rows, width]
+    x_wide: int  # whether they are float32, where weights are bfloat16
+    norm: int  # address of the norm's weight [width]; 0 without
+    shift: float  # added to the norm's weight
+    eps: float  # of the norm
     weight: int  # address of [outputs, width]
     bias: int  # address of [outputs]; 0 without
-    out: int  # address of [rows, outputs]
-    counters: int  # address of the int64 counters of tasks and of threads
+    gate: int  # address of the gate's weight [outputs, width]; 0 without
+    gate_bias: int  # address of [outputs]; 0 without
+    activation: int  # of the gate
+    added: int  # place of [rows, outputs], added to the products; 0 without
+    added_wide: int  # whether they are float32, where weights are bfloat16
+    out: int  # place of [rows, outputs]
+    out_wide: int  # whether they are float32, where weights are bfloat16
+    block: int  # outputs of a task
+    awaited: int  # tasks of the product before, which is finished first; 0 without waiting
+
+
+class Chain(NamedTuple):
+    """One call. Addresses are in bytes; rows are contiguous."""
+
+    stages: int  # products of the chain
+    rows: int
+    counters: int  # address of int64 counters: of threads, and for each product of tasks begun and
+    # of tasks finished
     scratch: int  # address of the threads' scratch
-    scratch_bytes: int  # of a thread: products, and the rows in float32 where they are bfloat16
-    block: int  # outputs of a task
+    scratch_bytes: int  # of a thread: a line of sums, the gates of a task, the rows in float32
+    rows_at: int  # bytes of the scratch before the rows
 
 
-RECORD = np.dtype([(name, np.int64) for name in Product._fields])  # as the kernel reads it
-PACKED = struct.Struct(f"{len(Product._fields)}q")  # the same, as Python packs it
+MOST_STAGES, MOST_PLACES = 3, 6
+_FLOATS = ("shift", "eps")
+_STAGE = np.dtype([(name, np.float64 if name in _FLOATS else np.int64) for name in Stage._fields])
+RECORD = np.dtype(  # as the kernel reads it
+    [(name, np.int64) for name in Chain._fields]
+    + [("places", np.int64, (MOST_PLACES,)), ("each", _STAGE, (MOST_STAGES,))]
+)
+# The same, as Python packs it: a call and its places, of which the first is none; each product.
+PACKED = struct.Struct(f"{len(Chain._fields) + MOST_PLACES}q")
+PACKED_STAGE = struct.Struct("".join("d" if name in _FLOATS else "q" for name in Stage._fields))
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
-
-
-class Schedule(NamedTuple):
-    """The compiled code for weights of one shape and dtype. It holds nothing of a tensor."""
-
-    address: int  # of the machine code
-    block: int  # outputs of a task
-    tasks: int
-    widened: int  # bytes of a row in float32, if it is bfloat16
-
-
-@functools.cache
-def schedule(outputs: int, width: int, dtype: torch.dtype) -> Schedule | None:
-    """The schedule for a weight `[outputs, width]`; None if the kernel does not read such a weight.
-
-    A row is an even number of vectors: of the longest ones of the machine of which it is.
-    """
-    fitting = (n for n in (16, 8, 4) if n <= machine_lanes() and width % (2 * n) == 0)
-    lanes, half = next(fitting, 0), dtype is torch.bfloat16
-    if not lanes or not outputs or not width or not (half or dtype is torch.float32):
-        return None
-    strip = Strip(lanes, half)
-    block = max(1, TASK // (strip.item * width))
-    address = int(kernel(strip).address)
-    return Schedule(address, block, -(-outputs // block), 4 * width * half)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """`x @ weight.T + bias` in x's dtype, summed in float32, for `x [..., width]` of `MOST_ROWS`
-    rows at most; None if a tensor has another dtype, size or place than the kernel reads.
-
-    All are float32, or all bfloat16; contiguous, and on the CPU.
-    """
-    (outputs, width), dtype, sizes = weight.shape, weight.dtype, x.shape
-    found = schedule(outputs, width, dtype)
-    if found is None or sizes[-1] != width or not 0 < (rows := x.numel() // width) <= MOST_ROWS:
-        return None
-    if not _is_readable(x, dtype) or not _is_readable(weight, dtype):
-        return None
-    if bias is not None and not (_is_readable(bias, dtype) and bias.shape == (outputs,)):
-        return None
-    address, block, tasks, widened = found
-    threads = min(tasks, torch.get_num_threads())
-    out, scratch = x.new_empty((*sizes[:-1], outputs)), LINE + rows * widened
-    space = _workspace(LINE + threads * scratch)
-    ctypes.memset(space, 0, LINE)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    data = PACKED.pack(rows, outputs, width, x.data_ptr(), weight.data_ptr(), bias_at,
-                       out.data_ptr(), space, space + LINE, scratch, block)  # fmt: skip
-    launch(address, data, threads)
-    return out
-
-
-def _is_readable(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel may read a tensor by its address; asked at every call, as
-    `place_if_readable` says."""
-    if type(x) not in _PLAIN or x.dtype is not dtype or not x.is_cpu:
-        return False
-    dense = x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
-    return dense and x.data_ptr() != 0
 
 
 @functools.cache
 @no_type_check
 def kernel(strip: Strip) -> Any:
-    """The machine code: a C function of the address of one `Product` record."""
+    """The machine code: a C function of the address of one call's record."""
 
-    def product(data):
+    def chain(data):
         call = carray(data, 1)[0]
-        sums = call.scratch + next_number(call.counters + 8) * call.scratch_bytes
-        rows = rows_as_floats(strip, call, sums + LINE)
-        while True:
-            first = next_number(call.counters) * call.block
-            if first >= call.outputs:
-                break
-            for i in range(first, min(first + call.block, call.outputs)):
-                multiply(strip, call, rows, i, sums)
-                store(strip, call, i, sums)
+        sums = call.scratch + next_number(call.counters) * call.scratch_bytes
+        for s in range(call.stages):
+            stage, begun = call.each[s], call.counters + 8 + 16 * s
+            if stage.awaited != 0:
+                wait_for(begun - 8, stage.awaited)
+            rows = rows_as_floats(strip, call, stage, sums + call.rows_at)
+            while True:
+                start = next_number(begun) * stage.block
+                if start >= stage.outputs:
+                    break
+                multiply_task(strip, call, stage, rows, start, sums)
+                next_number(begun + 8)
 
-    return compiled_from(product, SIGNATURE, appending, encoding, intrinsics, vectors)
+    return compiled_from(chain, SIGNATURE, appending, encoding, intrinsics, vectors)
 
 
 @part
 @no_type_check
-def rows_as_floats(strip, call, target):
-    """The address of the rows in float32, in the order of `Vectors.elements`."""
-    if not strip.half:
-        return call.x
+def wait_for(counter, count):
+    """Return when the threads have counted so far. Each counts a task that it has begun, so none
+    waits for a thread that does not run."""
+    while current_number(counter) < count:
+        pass
+
+
+@part
+@no_type_check
+def rows_as_floats(strip, call, stage, target):
+    """The address of the rows in float32, normed, in the order of `Vectors.elements`."""
+    x, width = call.places[stage.x], stage.width
+    if not strip.half and stage.norm == 0:
+        return x
     for r in range(call.rows):
-        widen(strip, call.x + 2 * r * call.width, call.width, target + 4 * r * call.width)
+        row, first = target + 4 * r * width, r * width
+        if strip.half and not stage.x_wide:
+            widen(strip, x + 2 * first, width, row)
+        else:
+            reorder(strip, x + 4 * first, width, row)
+        if stage.norm != 0:
+            mean = square_sum(strip, row, width) / np.float32(width)
+            factor = np.float32(1) / np.float32(math.sqrt(mean + np.float32(stage.eps)))
+            scale(strip, row, width, factor, stage.norm, np.float32(stage.shift))
     return target
 
 
 @part
 @no_type_check
-def multiply(strip, call, rows, i, sums):
-    """sums[r] = rows[r] . weight[i] for all rows, four, two or one of them at a time."""
-    r, weight = 0, call.weight + strip.item * i * call.width
-    while r + 4 <= call.rows:
-        dots_of_four(strip, rows + 4 * r * call.width, weight, call.width, sums + 4 * r)
-        r += 4
-    if r + 2 <= call.rows:
-        dots_of_two(strip, rows + 4 * r * call.width, weight, call.width, sums + 4 * r)
-        r += 2
-    if r < call.rows:
-        dots_of_one(strip, rows + 4 * r * call.width, weight, call.width, sums + 4 * r)
+def multiply_task(strip, call, stage, rows, start, sums):
+    """The outputs of a task; those of the gate first, so that memory is read as one stream."""
+    stop, gates = min(start + stage.block, stage.outputs), floats(sums + LINE)
+    added, out = call.places[stage.added], call.places[stage.out]
+    half_added, half_out = strip.half and not stage.added_wide, strip.half and not stage.out_wide
+    if stage.gate != 0:
+        for i in range(start, stop):
+            multiply(strip, call.rows, rows, stage.width, stage.gate, i, sums)
+            for r in range(call.rows):
+                x = biased(strip, floats(sums)[r], stage.gate_bias, i)
+                gates[(i - start) * call.rows + r] = activated(stage.activation, x)
+    for i in range(start, stop):
+        multiply(strip, call.rows, rows, stage.width, stage.weight, i, sums)
+        for r in range(call.rows):
+            x, at = biased(strip, floats(sums)[r], stage.bias, i), r * stage.outputs + i
+            if stage.gate != 0:
+                x *= gates[(i - start) * call.rows + r]
+            if added != 0:
+                x += number(added, at, half_added)
+            put(out, at, x, half_out)
 
 
 @part
 @no_type_check
-def store(strip, call, i, sums):
-    """out[r, i] = sums[r] + bias[i], rounded once."""
-    for r in range(call.rows):
-        total = floats(sums)[r]
-        if call.bias != 0:
-            total += number(call.bias, i, strip.half)
-        put(call.out, r * call.outputs + i, total, strip.half)
+def biased(strip, x, bias, i):
+    """A sum with the bias of its output, if there is one."""
+    if bias != 0:
+        x += number(bias, i, strip.half)
+    return x
+
+
+@part
+@no_type_check
+def activated(activation, x):
+    """The activation of one gate."""
+    if activation == SILU:
+        return x / (np.float32(1) + np.float32(math.exp(-x)))
+    if activation == GELU:
+        return x * np.float32(0.5) * np.float32(1 + math.erf(x * np.float32(ROOT_HALF)))
+    inner = np.float32(TANH_FACTOR) * (x + np.float32(TANH_CUBE) * x * x * x)
+    return x * np.float32(0.5) * np.float32(1 + math.tanh(inner))
+
+
+@part
+@no_type_check
+def multiply(strip, count, rows, width, weight, i, sums):
+    """sums[r] = rows[r] . weight[i] for all rows, four, two or one of them at a time."""
+    r, place = 0, weight + strip.item * i * width
+    while r + 4 <= count:
+        dots_of_four(strip, rows + 4 * r * width, place, width, sums + 4 * r)
+        r += 4
+    if r + 2 <= count:
+        dots_of_two(strip, rows + 4 * r * width, place, width, sums + 4 * r)
+        r += 2
+    if r < count:
+        dots_of_one(strip, rows + 4 * r * width, place, width, sums + 4 * r)
+
+
+@no_type_check
+def _along(e, width):
+    """A loop along a row, two vectors at a time; yields the index of their first element."""
+    return e.loop(e.builder.udiv(width, INT64(2 * e.lanes)))
 
 
 @emits(types.void)
@@ -201,11 +224,57 @@ def store(strip, call, i, sums):
 def widen(e, strip, source, width, target):
     """target[:] = source[:] in float32, in the order of `Vectors.elements`."""
     count = 2 * e.lanes
-    with e.loop(e.builder.udiv(width, INT64(count))) as turn:
+    with _along(e, width) as turn:
         first = e.builder.mul(turn, INT64(count))
         xs = e.elements(e.advance(source, first, strip.item), count, strip.half)
         for i, x in enumerate(xs):
             e.write(x, e.advance(target, first, 4), 4 * e.lanes * i)
+
+
+@emits(types.void)
+@no_type_check
+def reorder(e, strip, source, width, target):
+    """target[:] = source[:], both float32, in the order of `Vectors.elements` of the weights."""
+    count = 2 * e.lanes
+    with _along(e, width) as turn:
+        first = e.builder.mul(turn, INT64(count))
+        xs = e.elements(e.advance(source, first, 4), count, False)
+        if strip.half:
+            xs = [e.shuffle(*xs, range(start, count, 2)) for start in (0, 1)]
+        for i, x in enumerate(xs):
+            e.write(x, e.advance(target, first, 4), 4 * e.lanes * i)
+
+
+@emits(types.float32)
+@no_type_check
+def square_sum(e, strip, row, width):
+    """The sum of the squares of a row of float32."""
+    cell, count = e.variable(e.constant(0.0)), 2 * e.lanes
+    with _along(e, width) as turn:
+        for x in e.elements(e.advance(row, e.builder.mul(turn, INT64(count)), 4), count, False):
+            e.accumulate(cell, x, x)
+    return e.builder.extract_element(e.fold(e.builder.load(cell), e.builder.fadd), INT32(0))
+
+
+@emits(types.void)
+@no_type_check
+def scale(e, strip, row, width, factor, weight, shift):
+    """row[:] *= factor * (weight[:] + shift), a row of float32 in the order of the weights."""
+    b, count, factor, shift = e.builder, 2 * e.lanes, e.broadcast(factor), e.broadcast(shift)
+    with _along(e, width) as turn:
+        first = b.mul(turn, INT64(count))
+        place = e.advance(row, first, 4)
+        xs = e.elements(place, count, False)
+        ws = e.elements(e.advance(weight, first, strip.item), count, strip.half)
+        for i, (x, w) in enumerate(zip(xs, ws, strict=True)):
+            e.write(b.fmul(b.fmul(x, factor), b.fadd(w, shift)), place, 4 * e.lanes * i)
+
+
+@emits(types.int64)
+@no_type_check
+def current_number(e, address):
+    """The number in a counter that other threads change."""
+    return e.builder.load_atomic(e.pointer(INT64, address), "acquire", 8)
 
 
 @no_type_check
@@ -213,7 +282,7 @@ def _dots(e, strip, rows, x, weight, width, sums):
     """sums[r] = x[r] . weight of so many rows. Each sum is two vectors, added at the end."""
     b, count = e.builder, 2 * e.lanes
     cells = [[e.variable(e.constant(0.0)) for _ in range(2)] for _ in range(rows)]
-    with e.loop(b.udiv(width, INT64(count))) as turn:
+    with _along(e, width) as turn:
         at = b.mul(turn, INT64(count))
         start = e.advance(weight, at, strip.item)
         e.prefetch(LINE, b.add(start, INT64(AHEAD)))

@@ -1,0 +1,272 @@
+"""Decoder layers of Llama's form for few tokens: their products in two calls of compiled code.
+
+A decoder layer of transformers calls a dozen modules and starts some thirty operators; for a few
+tokens of a small model that takes longer than to read the weights. Here one call norms the tokens
+and projects queries, keys and values. After attention one call projects the outputs of the heads,
+norms, and runs the gated MLP. Hidden states between the products of a call stay float32.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from regard.hf.families.recognising import known_family
+from regard.hf.families.sources import text_of
+from regard.hf.families.table import Family
+from regard.hf.running import heads
+from regard.hf.running.binding import bind, function_of
+from regard.hf.running.calls import arrive
+from regard.hf.running.products import forward as product
+from regard.hf.running.products import gains
+from regard.hf.running.steps import repeated_step
+from regard.layers.query_scale import UNSCALED
+from regard.matrices import MOST_ROWS
+from regard.ops.backends.fused import is_installed
+from regard.tracing import is_immediate
+
+FIRST, SECOND = "input_layernorm", "post_attention_layernorm"
+# Classes with the source of these are known, each in its folder of transformers. Of norms: the
+# attribute that is added to the mean square, and the number that is added to the weight.
+LAYER, GATED = ("llama", "LlamaDecoderLayer"), ("llama", "LlamaMLP")
+NORMS = {
+    ("llama", "LlamaRMSNorm"): ("variance_epsilon", 0.0),
+    ("gemma", "GemmaRMSNorm"): ("eps", 1.0),
+}
+ACTIVATIONS = {"SiLU": "SILU", "SiLUActivation": "SILU", "GELUActivation": "GELU",
+               "GELUTanh": "GELU_TANH"}  # fmt: skip
+
+
+def bind_layers(model: nn.Module) -> int:
+    """Bind `forward` to the decoder layers of the known form, and return how many have it."""
+    layers = [each for each in model.modules() if _is_known(each)] if is_installed() else []
+    for layer in layers:
+        bind(layer, forward)
+    return len(layers)
+
+
+def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+    """The forward of the layer's class; of few tokens on a CPU, without gradients, quicker."""
+    if not args and _runs_now(hidden_states) and (plan := _plan(self)).mlp is not None:
+        return _step(self, plan, hidden_states, given)
+    return type(self).forward(self, hidden_states, *args, **given)
+
+
+def _runs_now(x: Tensor) -> bool:
+    """Whether the tokens are few, and nothing traces, differentiates or casts them."""
+    if torch.is_grad_enabled() or not is_immediate(x) or torch._C._is_any_autocast_enabled():
+        return False
+    return x.is_cpu and 0 < x.numel() <= MOST_ROWS * x.shape[-1] and gains(x.dtype)
+
+
+def _step(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor:
+    """The layer's output for hidden states `[B, L, E]`."""
+    merged = None if plan.before is None else _heads(layer, plan, x, given)
+    if merged is not None:
+        if (out := plan.after.run(merged, x)) is not None:
+            return out[0]
+        states = x + layer.self_attn.o_proj(merged)
+    else:
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **given)
+        states = x + attended
+        if (out := plan.mlp.run(states)) is not None:
+            return out[0]
+    _plans.pop(layer, None)  # a parameter was moved: the next call has another plan
+    rest: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
+    return rest
+
+
+def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor | None:
+    """The merged outputs of the heads `[B, 1, H Dv]`, in a decoding step like the one before; None,
+    and the cache is as before, in other calls."""
+    attention = layer._modules["self_attn"]
+    family, given = arrive(attention, (), given)
+    same, children = repeated_step(family, attention, x, given), family.project.children
+    projected = None if same is None else plan.before.run(x)
+    if same is None or children is None or projected is None:
+        return None
+    heads = children.of_products(attention, projected)
+    out = same.run(family, attention, heads, given)
+    return None if out is None else out.view(*x.shape[:-1], -1)
+
+
+class Facts(NamedTuple):
+    """A module as a plan was made from it; a later call whose modules differ has another plan."""
+
+    module: Any
+    forward: Any  # of this module alone, or None
+    hooks: int
+    parameters: tuple[int, int]  # the identities of weight and bias
+    eps: float | None  # of a norm
+
+
+class Plan(NamedTuple):
+    """The chains of a layer's products. All are None of a layer with a module that is not plain."""
+
+    facts: list[Facts]
+    mlp: Any = None  # the gated MLP of hidden states, added to them
+    # the projections of hidden states to queries, keys and values; the projection of merged heads,
+    # and the MLP after it. None of an attention that computes more before and after its heads
+    before: Any = None
+    after: Any = None
+
+
+_plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
+
+
+def _plan(layer: nn.Module) -> Plan:
+    """The plan of a layer. Offloading, adapters, hooks and quantisation change its modules, and so
+    the plan."""
+    if _has_any_global_hook():
+        return Plan([])
+    own = layer._modules
+    attention: Any = own["self_attn"]
+    mlp: Any = own["mlp"]
+    modules = (own[FIRST], own[SECOND], mlp, *mlp._modules.values(),
+               attention, *attention._modules.values())  # fmt: skip
+    facts = [_facts(each) for each in modules]
+    plan = _plans.get(layer)
+    if plan is None or plan.facts != facts:
+        plan = _plans[layer] = _new_plan(layer, facts)
+    return plan
+
+
+def _facts(module: Any) -> Facts:
+    own = module.__dict__
+    of = own["_parameters"]
+    return Facts(
+        module,
+        own.get("forward"),
+        len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]),
+        (id(of.get("weight")), id(of.get("bias"))),
+        own.get("variance_epsilon", own.get("eps")),
+    )
+
+
+def _new_plan(layer: Any, facts: list[Facts]) -> Plan:
+    from regard.ops.kernels.chaining import Matrix, Product, prepare  # imports numba
+
+    parts = _parts(layer)
+    if parts is None:
+        return Plan(facts)
+    first, norm, up, gate, down = parts
+    mlp = prepare(
+        1,
+        1,
+        Product(1, up, 3, norm=norm, gate=gate),
+        Product(3, down, 2, added=1, waits=True),
+    )
+    if mlp is None:
+        return Plan(facts)
+    before = after = None
+    if projections := _projections(layer.self_attn):
+        *into, out = (Matrix(each.weight, each.bias) for each in projections)
+        before = prepare(1, 3, *(Product(1, x, i, norm=first) for i, x in enumerate(into, 2)))
+        after = prepare(
+            2,
+            1,
+            Product(1, out, 4, added=2),
+            Product(4, up, 5, norm=norm, gate=gate, waits=True),
+            Product(5, down, 3, added=4, waits=True),
+        )
+    both = before is not None and after is not None
+    return Plan(facts, mlp, before if both else None, after if both else None)
+
+
+def _parts(layer: Any) -> tuple[Any, ...] | None:
+    """Both norms, and of the MLP the product, its gate, and the product after them, as the kernel
+    takes them; None if one of them is not plain."""
+    from regard.ops.kernels.chaining import Gate, Matrix  # imports numba
+
+    mlp = layer.mlp
+    kind: Any = type(mlp)  # typed: mypy takes no class of modules for hashable
+    if not _is_like(kind, GATED) or _is_changed(mlp):
+        return None
+    linears = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    norms, activation = (
+        (_norm(layer._modules[name]) for name in (FIRST, SECOND)),
+        _number(mlp.act_fn),
+    )
+    first, second = norms
+    if first is None or second is None or activation is None or not all(map(_is_plain, linears)):
+        return None
+    gate, up, down = (Matrix(each.weight, each.bias) for each in linears)
+    return first, second, up, Gate(gate, activation), down
+
+
+def _projections(attention: Any) -> tuple[nn.Linear, ...]:
+    """The linear layers of queries, keys, values and outputs, if they are plain and all that the
+    attention computes before and after its heads, but for norms of them; else none."""
+    if function_of(attention, "forward") is not heads.forward or _has_hooks(attention):
+        return ()
+    family, default = known_family(attention), Family("")
+    names = family.project.children
+    if names is None or names.clip is not None or family.query_scale(attention) is not UNSCALED:
+        return ()
+    if family.gate is not default.gate or family.output is not default.output:
+        return ()
+    own = attention._modules
+    children = tuple(own[name] for name in (names.q, names.k, names.v, "o_proj"))
+    return children if all(map(_is_plain, children)) else ()
+
+
+# ---- which layers ----
+
+
+def _is_known(layer: nn.Module) -> bool:
+    if not {FIRST, SECOND, "self_attn", "mlp"} <= {*layer._modules}:
+        return False
+    kind: Any = type(layer)
+    if not _is_like(kind, LAYER) or _parts(layer) is None:
+        return False
+    return "forward" not in vars(layer) or function_of(layer, "forward") is forward
+
+
+def _is_plain(layer: Any) -> bool:
+    if type(layer) is not nn.Linear or _has_hooks(layer):
+        return False
+    return "forward" not in vars(layer) or function_of(layer, "forward") is product
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return "forward" in vars(module) or _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+@cache
+def _is_like(kind: Any, known: tuple[str, str]) -> bool:
+    """Whether a class has the source of a known one, but for names."""
+    folder, name = known
+    file = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    text = text_of(kind)
+    return bool(text) and text == text_of(getattr(file, name))
+
+
+def _norm(module: Any) -> Any:
+    """A norm as the kernel takes it; None if its class has another source, or it has hooks or a
+    forward of its own."""
+    from regard.ops.kernels.chaining import Norm  # imports numba
+
+    kind: Any = type(module)
+    for known, (eps, shift) in NORMS.items():
+        if _is_like(kind, known) and not _is_changed(module):
+            return Norm(module.weight, getattr(module, eps), shift)
+    return None
+
+
+def _number(activation: Any) -> int | None:
+    """The number that the kernel has for an activation; None if it has none."""
+    from regard.ops.kernels import row_products  # imports numba
+
+    kind = type(activation)
+    name = ACTIVATIONS.get(kind.__name__)
+    if name is None or not kind.__module__.startswith(("torch.nn.", "transformers.")):
+        return None
+    return None if _is_changed(activation) else int(getattr(row_products, name))

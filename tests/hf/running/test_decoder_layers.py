@@ -1,0 +1,258 @@
+"""Decoder layers of installed models for few tokens: the same hidden states, however called."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("numba")
+
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import regard.hf
+from regard.hf.running import decoder_layers
+from regard.hf.running.binding import function_of
+from regard.hf.running.decoder_layers import bind_layers
+from regard.ops.kernels import chaining
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
+         "num_hidden_layers": 2, "intermediate_size": 96, "head_dim": 16}  # fmt: skip
+MODELS = {
+    "Llama": {},
+    "Llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 4},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Gemma": {},
+    "SmolLM3": {"no_rope_layers": [1, 0], "pad_token_id": 0},
+}
+PROMPT, STEPS = 5, 4
+STEPPED = {*MODELS} - {"Mistral", "SmolLM3"}  # the others' attention repeats no step
+TOKENS = torch.arange(3, 3 + 3 * (PROMPT + STEPS)).view(3, -1)
+
+
+def model_of(name, **changed):
+    kind = name.partition(" ")[0]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | MODELS[name] | changed)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():  # norms and biases are no longer ones and zeros
+        nn.init.normal_(parameter, std=0.1, mean=float(parameter.dim() == 1))
+    return model
+
+
+@torch.no_grad()
+def logits_of(model, cache=None, batch=1, **given):
+    """Of a prompt, and of one token after the other."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    parts = [TOKENS[:batch, :PROMPT], *TOKENS[:batch, PROMPT:].split(1, dim=1)]
+    return torch.cat([model(x, past_key_values=cache, **given).logits for x in parts], dim=1)
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """The number of products in each chain that was run."""
+    found, run = [], chaining.Prepared.run
+
+    def recorded(self, *inputs):
+        out = run(self, *inputs)
+        found.append(self.length if out is not None else None)
+        return out
+
+    monkeypatch.setattr(chaining.Prepared, "run", recorded)
+    return found
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_compute_what_the_shipped_model_does(name, batch, chains):
+    model = model_of(name)
+    shipped = logits_of(model, batch=batch)
+    report = regard.hf.install(model)
+    assert report.decoder_layers == SIZES["num_hidden_layers"]
+    assert "2 decoder layers on a CPU: few tokens by compiled code" in str(report)
+    assert_same(logits_of(model, regard.hf.cache(model), batch), shipped)
+    layers = SIZES["num_hidden_layers"]
+    # a step that is repeated runs two chains in each layer: projections, and all after the heads
+    last = [3, 3] if name in STEPPED else [2]
+    assert chains[-len(last) * layers :] == last * layers
+    assert 2 in chains
+    assert None not in chains
+    regard.hf.uninstall(model)
+    assert logits_of(model, batch=batch).equal(shipped)
+
+
+@pytest.mark.parametrize("form", ["int8", "paged"])
+def test_other_caches(form, chains):
+    model = model_of("Llama")
+    regard.hf.install(model)
+    wanted = logits_of(model, regard.hf.cache(model))
+    cache = regard.hf.cache(model, form)
+    chains.clear()
+    torch.testing.assert_close(logits_of(model, cache), wanted, atol=0.1, rtol=0.1)
+    assert {*chains} <= {2, 3}
+    assert len(chains) >= SIZES["num_hidden_layers"] * STEPS
+
+
+def test_a_prompt_gradients_and_autocast_are_left_to_the_layer(chains):
+    model = model_of("Llama")
+    regard.hf.install(model)
+    long = TOKENS.view(1, -1)
+    with torch.no_grad():
+        model(long)
+        with torch.autocast("cpu"):
+            model(long[:, :1])
+    model(long[:, :1]).logits.sum().backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+    assert chains == []
+
+
+@pytest.mark.parametrize("place", ["mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm",
+                                   "post_attention_layernorm", "self_attn", "self_attn.q_proj",
+                                   "self_attn.o_proj"])  # fmt: skip
+def test_hooks_see_every_step_and_may_change_it(place):
+    model = model_of("Llama")
+    module = model.model.layers[1].get_submodule(place)
+
+    def hooked():
+        """Logits with a hook that halves the output, set after the first two tokens."""
+        cache, calls = DynamicCache(config=model.config), []
+
+        def halve(module, given, out):
+            calls.append(1)
+            return (out[0] / 2, *out[1:]) if isinstance(out, tuple) else out / 2
+
+        with torch.no_grad():
+            for token in TOKENS[:1, :2].split(1, dim=1):
+                model(token, past_key_values=cache)
+            handle = module.register_forward_hook(halve)
+            outs = [model(x, past_key_values=cache).logits for x in TOKENS[:1, 2:6].split(1, dim=1)]
+            handle.remove()
+        assert len(calls) == 4
+        return torch.cat(outs)
+
+    wanted = hooked()
+    regard.hf.install(model)
+    assert_same(hooked(), wanted)
+
+
+def test_hidden_states_and_weights_are_returned():
+    model = model_of("Llama", attn_implementation="eager")
+    with torch.no_grad():
+        wanted = model(TOKENS[:1, :1], output_hidden_states=True, output_attentions=True)
+        regard.hf.install(model)
+        found = model(TOKENS[:1, :1], output_hidden_states=True, output_attentions=True)
+    for name in ("hidden_states", "attentions"):
+        assert len(found[name]) == len(wanted[name])
+        for one, other in zip(found[name], wanted[name], strict=True):
+            assert_same(one, other)
+
+
+def replaced(layer):
+    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach() / 3)
+
+
+def moved(layer):
+    layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data * 2
+
+
+def written(layer):
+    layer.self_attn.q_proj.weight.data.mul_(2)
+
+
+def with_another_constant(layer):
+    layer.input_layernorm.variance_epsilon = 0.5
+
+
+def with_another_child(layer):
+    layer.mlp.act_fn = nn.ReLU()
+
+
+def with_an_adapter(layer):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.more = base, nn.Linear(64, 96)
+
+        def forward(self, x):
+            return self.base(x) + self.more(x)
+
+    torch.manual_seed(1)
+    layer.mlp.up_proj = Adapter(layer.mlp.up_proj)
+
+
+@pytest.mark.parametrize("change", [replaced, moved, written, with_another_constant,
+                                    with_another_child, with_an_adapter])  # fmt: skip
+def test_a_layer_that_changes_between_two_steps(change):
+    model = model_of("Llama")
+
+    @torch.no_grad()
+    def changed():
+        own = copy.deepcopy(model)
+        cache = DynamicCache(config=own.config)
+        outs = []
+        for at, token in enumerate(TOKENS[:1, :6].split(1, dim=1)):
+            if at == 3:
+                change(own.model.layers[0])
+            outs.append(own(token, past_key_values=cache).logits)
+        return torch.cat(outs)
+
+    wanted = changed()
+    regard.hf.install(model)
+    assert_same(changed(), wanted)
+
+
+def test_copies_and_pickles_have_chains_of_their_own_weights(chains):
+    model = model_of("Llama")
+    regard.hf.install(model)
+    logits_of(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight.zero_()
+        chains.clear()
+        wanted = logits_of(regard_free(other))
+        assert_same(logits_of(other), wanted)
+        assert None not in chains
+        assert chains
+
+
+def regard_free(model):
+    """A copy of an installed model without regard."""
+    other = copy.deepcopy(model)
+    regard.hf.uninstall(other)
+    return other
+
+
+def test_layers_of_another_form_are_left_alone():
+    class Scaled(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+        def forward(self, hidden_states, **given):
+            return 2 * super().forward(hidden_states, **given)
+
+    config = LlamaConfig(**SIZES)
+    model = LlamaForCausalLM(config)
+    model.model.layers[0] = Scaled(config, 0)
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+    assert bind_layers(model) == 0
+    assert regard.hf.install(LlamaForCausalLM(config), linear=False).decoder_layers == 0
+    twice = LlamaForCausalLM(config)
+    assert [regard.hf.install(twice).decoder_layers for _ in range(2)] == [2, 2]
+    bound = [x for x in twice.modules() if function_of(x, "forward") is decoder_layers.forward]
+    assert len(bound) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_to_float32_as_the_shipped_model(dtype):
+    model = model_of("Llama")
+    exact = logits_of(model)
+    model.to(dtype)
+    shipped = (logits_of(model).float() - exact).abs().mean()
+    regard.hf.install(model)
+    found = (logits_of(model, regard.hf.cache(model)).float() - exact).abs().mean()
+    assert found <= 1.2 * shipped

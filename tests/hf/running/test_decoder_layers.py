@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import regard.hf
 from regard.hf.running import decoder_layers
-from regard.hf.running.binding import function_of
+from regard.hf.running.binding import function_of, is_bound
 from regard.hf.running.decoder_layers import bind_layers
 from regard.ops.kernels import chaining
 
@@ -44,10 +44,16 @@ def model_of(name, **changed):
     return model
 
 
+def cache_for(model):
+    """Of regard, which repeats steps, where it is installed; else of transformers."""
+    installed = any(is_bound(each) for each in model.modules())
+    return regard.hf.cache(model) if installed else DynamicCache(config=model.config)
+
+
 @torch.no_grad()
 def logits_of(model, cache=None, batch=1, **given):
     """Of a prompt, and of one token after the other."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
+    cache = cache_for(model) if cache is None else cache
     parts = [TOKENS[:batch, :PROMPT], *TOKENS[:batch, PROMPT:].split(1, dim=1)]
     return torch.cat([model(x, past_key_values=cache, **given).logits for x in parts], dim=1)
 
@@ -78,7 +84,7 @@ def test_steps_compute_what_the_shipped_model_does(name, batch, chains):
     report = regard.hf.install(model)
     assert report.decoder_layers == SIZES["num_hidden_layers"]
     assert "2 decoder layers on a CPU: few tokens by compiled code" in str(report)
-    assert_same(logits_of(model, regard.hf.cache(model), batch), shipped)
+    assert_same(logits_of(model, batch=batch), shipped)
     layers = SIZES["num_hidden_layers"]
     # a step that is repeated runs two chains in each layer: projections, and all after the heads
     last = [3, 3] if name in STEPPED else [2]
@@ -93,7 +99,7 @@ def test_steps_compute_what_the_shipped_model_does(name, batch, chains):
 def test_other_caches(form, chains):
     model = model_of("Llama")
     regard.hf.install(model)
-    wanted = logits_of(model, regard.hf.cache(model))
+    wanted = logits_of(model)
     cache = regard.hf.cache(model, form)
     chains.clear()
     torch.testing.assert_close(logits_of(model, cache), wanted, atol=0.1, rtol=0.1)
@@ -123,7 +129,7 @@ def test_hooks_see_every_step_and_may_change_it(place):
 
     def hooked():
         """Logits with a hook that halves the output, set after the first two tokens."""
-        cache, calls = DynamicCache(config=model.config), []
+        cache, calls = cache_for(model), []
 
         def halve(module, given, out):
             calls.append(1)
@@ -196,8 +202,7 @@ def test_a_layer_that_changes_between_two_steps(change):
     @torch.no_grad()
     def changed():
         own = copy.deepcopy(model)
-        cache = DynamicCache(config=own.config)
-        outs = []
+        cache, outs = cache_for(own), []
         for at, token in enumerate(TOKENS[:1, :6].split(1, dim=1)):
             if at == 3:
                 change(own.model.layers[0])
@@ -254,5 +259,5 @@ def test_half_precision_is_as_near_to_float32_as_the_shipped_model(dtype):
     model.to(dtype)
     shipped = (logits_of(model).float() - exact).abs().mean()
     regard.hf.install(model)
-    found = (logits_of(model, regard.hf.cache(model)).float() - exact).abs().mean()
+    found = (logits_of(model).float() - exact).abs().mean()
     assert found <= 1.2 * shipped

@@ -3,14 +3,14 @@
     python benchmarks/step_shares.py                   SmolLM2-135M after 1,024 tokens
     python benchmarks/step_shares.py --context 16 --rounds 1
 
-The compiled kernels of attention are timed inside of steps; the products by calling every linear
-layer of the model once, in order, with one token. The rest is operators of norms and activations,
-and Python of transformers and regard.
+The compiled kernels of products and of attention are timed inside of steps. The rest is Python of
+transformers and regard, and operators outside of decoder layers.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -18,8 +18,9 @@ from common import finish, introduce, read_bandwidth
 from torch import nn
 
 import regard.hf
-from regard.bench.timing import interleave
-from regard.ops.kernels import stepping
+from regard.ops.kernels import chaining, stepping
+
+WARMING = 3  # steps that are not counted: the first is recorded, the next touch new memory
 
 
 @torch.no_grad()
@@ -34,38 +35,39 @@ def main() -> None:
     cache = regard.hf.cache(model)
     token = torch.zeros(1, 1, dtype=torch.int64)
     model(token.expand(1, options.context), past_key_values=cache, logits_to_keep=1)
-    linears = [each for each in model.modules() if type(each) is nn.Linear]
-    inputs = [torch.randn(1, 1, each.in_features) for each in linears]
-    in_kernels: list[float] = []
+    times = {"products": 0.0, "attention": 0.0}
+    rows: list[dict[str, float]] = []
 
-    def timed(*call: object) -> None:
-        begun = time.perf_counter()
-        launch(*call)
-        in_kernels[-1] += time.perf_counter() - begun
+    def timed(name: str, launch: Callable[..., None]) -> Callable[..., None]:
+        def run(*call: object) -> None:
+            begun = time.perf_counter()
+            launch(*call)
+            times[name] += 1e3 * (time.perf_counter() - begun)
 
-    def step() -> None:
-        in_kernels.append(0.0)
-        model(token, past_key_values=cache)
-        cache.crop(-1)
+        return run
 
-    def products() -> None:
-        for each, x in zip(linears, inputs, strict=True):
-            each(x)
-
-    launch = stepping.launch
-    with patch.object(stepping, "launch", timed):
-        times = interleave({"step": step, "products": products}, rounds=options.rounds)
-    whole, linear = (1e3 * statistics.median(times[name]) for name in ("step", "products"))
-    attention = 1e3 * statistics.median(in_kernels)
-    weights = sum(each.weight.nbytes for each in linears)
-    rows = {"products": linear, "attention": attention, "rest": whole - linear - attention}
-    print(f"\na step after {options.context:,} tokens takes {whole:.1f} ms")
-    for name, milliseconds in rows.items():
-        print(f"  {name:<12}{milliseconds:>8.1f} ms {milliseconds / whole:>5.0%}")
+    of_products, of_attention = chaining.launch, stepping.launch
+    with (
+        patch.object(chaining, "launch", timed("products", of_products)),
+        patch.object(stepping, "launch", timed("attention", of_attention)),
+    ):
+        for _ in range(WARMING + options.rounds):
+            times.update(products=0.0, attention=0.0)
+            begun = time.perf_counter()
+            model(token, past_key_values=cache)
+            whole = 1e3 * (time.perf_counter() - begun)
+            cache.crop(-1)
+            rows.append({"step": whole, **times, "rest": whole - sum(times.values())})
+    row = {name: statistics.median(each[name] for each in rows[WARMING:]) for name in rows[0]}
+    weights = sum(each.weight.nbytes for each in model.modules() if type(each) is nn.Linear)
+    print(f"\na step after {options.context:,} tokens takes {row['step']:.1f} ms")
+    for name in ("products", "attention", "rest"):
+        print(f"  {name:<12}{row[name]:>8.1f} ms {row[name] / row['step']:>5.0%}")
     read = read_bandwidth(256)
-    print(f"  weights of {weights / 1e6:.0f} MB are read at {weights / linear / 1e6:.1f} GB/s,")
+    rate = weights / row["products"] / 1e6
+    print(f"  weights of {weights / 1e6:.0f} MB are read at {rate:.1f} GB/s,")
     print(f"  where this machine reads memory at {read / 1e9:.1f} GB/s")
-    finish("step_shares", [{"step": whole, **rows, "weights": weights, "read": read}])
+    finish("step_shares", [{**row, "weights": weights, "read": read}])
 
 
 if __name__ == "__main__":

@@ -94,25 +94,25 @@ def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor
     return None if out is None else out.view(*x.shape[:-1], -1)
 
 
-class Facts(NamedTuple):
-    """A module as a plan was made from it; a later call whose modules differ has another plan."""
-
-    module: Any
-    forward: Any  # of this module alone, or None
-    hooks: int
-    parameters: tuple[int, int]  # the identities of weight and bias
-    eps: float | None  # of a norm
-
-
 class Plan(NamedTuple):
     """The chains of a layer's products. All are None of a layer with a module that is not plain."""
 
-    facts: list[Facts]
+    # the children, forwards, parameters and constants that it was made of, each as a dictionary, a
+    # key and the value; a layer with another value, or with hooks, has another plan
+    entries: list[tuple[dict[str, Any], str, Any]]
+    hooks: list[dict[int, Any]]
     mlp: Any = None  # the gated MLP of hidden states, added to them
     # the projections of hidden states to queries, keys and values; the projection of merged heads,
     # and the MLP after it. None of an attention that computes more before and after its heads
     before: Any = None
     after: Any = None
+
+    def holds(self) -> bool:
+        """Whether the layer is as it was."""
+        for entry, key, value in self.entries:
+            if entry.get(key) is not value:
+                return False
+        return not any(self.hooks)
 
 
 _plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
@@ -122,37 +122,35 @@ def _plan(layer: nn.Module) -> Plan:
     """The plan of a layer. Offloading, adapters, hooks and quantisation change its modules, and so
     the plan."""
     if _has_any_global_hook():
-        return Plan([])
-    own = layer._modules
-    attention: Any = own["self_attn"]
-    mlp: Any = own["mlp"]
-    modules = (own[FIRST], own[SECOND], mlp, *mlp._modules.values(),
-               attention, *attention._modules.values())  # fmt: skip
-    facts = [_facts(each) for each in modules]
+        return Plan([], [])
     plan = _plans.get(layer)
-    if plan is None or plan.facts != facts:
-        plan = _plans[layer] = _new_plan(layer, facts)
+    if plan is None or not plan.holds():
+        plan = _plans[layer] = _new_plan(layer)
     return plan
 
 
-def _facts(module: Any) -> Facts:
-    own = module.__dict__
-    of = own["_parameters"]
-    return Facts(
-        module,
-        own.get("forward"),
-        len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]),
-        (id(of.get("weight")), id(of.get("bias"))),
-        own.get("variance_epsilon", own.get("eps")),
-    )
+def _facts(layer: Any) -> tuple[list[tuple[dict[str, Any], str, Any]], list[dict[int, Any]]]:
+    """The entries of a plan, and the hooks of its modules."""
+    names = (FIRST, SECOND, "self_attn", "mlp")
+    entries = [(layer._modules, name, layer._modules[name]) for name in names]
+    for parent in (layer.self_attn, layer.mlp):
+        entries += [(parent._modules, name, child) for name, child in parent._modules.items()]
+    hooks = []
+    for module in [module for _, _, module in entries]:
+        own, parameters = vars(module), module._parameters
+        constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
+        entries += [(own, name, own.get(name)) for name in constants]
+        entries += [(parameters, name, parameters[name]) for name in parameters]
+        hooks += [module._forward_hooks, module._forward_pre_hooks]
+    return entries, hooks
 
 
-def _new_plan(layer: Any, facts: list[Facts]) -> Plan:
+def _new_plan(layer: Any) -> Plan:
     from regard.ops.kernels.chaining import Matrix, Product, prepare  # imports numba
 
-    parts = _parts(layer)
+    parts, facts = _parts(layer), _facts(layer)
     if parts is None:
-        return Plan(facts)
+        return Plan(*facts)
     first, norm, up, gate, down = parts
     mlp = prepare(
         1,
@@ -161,7 +159,7 @@ def _new_plan(layer: Any, facts: list[Facts]) -> Plan:
         Product(3, down, 2, added=1, waits=True),
     )
     if mlp is None:
-        return Plan(facts)
+        return Plan(*facts)
     before = after = None
     if projections := _projections(layer.self_attn):
         *into, out = (Matrix(each.weight, each.bias) for each in projections)
@@ -174,7 +172,7 @@ def _new_plan(layer: Any, facts: list[Facts]) -> Plan:
             Product(5, down, 3, added=4, waits=True),
         )
     both = before is not None and after is not None
-    return Plan(facts, mlp, before if both else None, after if both else None)
+    return Plan(*facts, mlp, before if both else None, after if both else None)
 
 
 def _parts(layer: Any) -> tuple[Any, ...] | None:

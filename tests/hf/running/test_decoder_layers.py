@@ -1,7 +1,9 @@
 """Decoder layers of installed models for few tokens: the same hidden states, however called."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -233,6 +235,22 @@ def regard_free(model):
     other = copy.deepcopy(model)
     regard.hf.uninstall(other)
     return other
+
+
+def test_plans_keep_no_model_alive():
+    model = model_of("Llama")
+    regard.hf.install(model)
+    logits_of(model)
+    layer = weakref.ref(model.model.layers[0])
+    assert layer() in decoder_layers._plans
+    del model
+    gc.collect()
+    assert layer() is None
+
+
+def test_layers_on_another_device_are_left_alone():
+    model = model_of("Llama").to("meta")
+    assert bind_layers(model) == 0
 
 
 def test_layers_of_another_form_are_left_alone():

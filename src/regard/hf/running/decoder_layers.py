@@ -219,7 +219,9 @@ def _is_known(layer: nn.Module) -> bool:
     if not {FIRST, SECOND, "self_attn", "mlp"} <= {*layer._modules}:
         return False
     kind: Any = type(layer)
-    if not _is_like(kind, LAYER) or _parts(layer) is None:
+    if not _is_like(kind, LAYER) or (parts := _parts(layer)) is None:
+        return False
+    if not parts[2].weight.is_cpu:
         return False
     return "forward" not in vars(layer) or function_of(layer, "forward") is forward
 

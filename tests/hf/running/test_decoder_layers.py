@@ -63,14 +63,14 @@ def logits_of(model, cache=None, batch=1, **given):
 @pytest.fixture
 def chains(monkeypatch):
     """The number of products in each chain that was run."""
-    found, run = [], chaining.Prepared.run
+    found, run = [], chaining.PreparedChain.run
 
     def recorded(self, *inputs):
         out = run(self, *inputs)
         found.append(self.length if out is not None else None)
         return out
 
-    monkeypatch.setattr(chaining.Prepared, "run", recorded)
+    monkeypatch.setattr(chaining.PreparedChain, "run", recorded)
     return found
 
 

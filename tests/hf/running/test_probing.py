@@ -110,6 +110,26 @@ def test_a_named_class_whose_source_has_changed_is_run_by_its_own_forward(monkey
     assert model(ids).logits.equal(before)
 
 
+@pytest.mark.parametrize("window", [3, 4, 5, 6])
+def test_windows_shorter_than_the_tokens_of_the_probe_agree(window, monkeypatch):
+    """The model passes the mask of a window: a module that is called without one shows all keys."""
+    monkeypatch.setattr(probing, "_AGREED", set())
+    monkeypatch.setattr(recognising, "_REFUSED", {})
+    sizes = SIZES | {"num_hidden_layers": 1, "intermediate_size": 16}
+    config = transformers.MistralConfig(**sizes, sliding_window=window)
+    module = transformers.MistralForCausalLM(config).eval().model.layers[0].self_attn
+    family = FAMILIES["MistralAttention"]
+    assert probing.disagreement(family, module, heads.forward) is None
+
+    def without_window(module, *args, **given):
+        given["attention_mask"] = None
+        return heads.forward(module, *args, **given)
+
+    monkeypatch.setattr(probing, "_AGREED", set())
+    why = probing.disagreement(family, module, without_window)
+    assert "differ" in why
+
+
 def test_an_attribute_that_is_missing_is_said(module):
     why = probing.disagreement(FAMILIES["LlamaAttention"], module, lambda *a, **given: a[0].cap)
     assert "no attribute 'cap'" in why

@@ -104,6 +104,8 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     x = torch.randn(ROWS, TOKENS, _hidden_size(family, module)).to(one).requires_grad_() * 1
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).repeat(ROWS, 1, 1, 1)
     hidden[0, ..., :2] = True  # padding
+    window = family.window_of(module) or TOKENS
+    hidden |= torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-window)
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
     padded = one.new_zeros(hidden.shape)
     padded.masked_fill_(hidden.to(one.device), torch.finfo(one.dtype).min)
@@ -129,7 +131,8 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
             outs.append(of_tokens(forward, start, stop, mask, **cached))
         return torch.cat(outs, dim=1)
 
-    yield "no mask", partial(of_tokens, start=0, stop=TOKENS, mask=None)
+    if window >= TOKENS:  # the model passes the mask of a window, which its module does not know
+        yield "no mask", partial(of_tokens, start=0, stop=TOKENS, mask=None)
     yield "padding", partial(of_tokens, start=0, stop=TOKENS, mask=padded)
     takes = inspect.signature(type(module).forward).parameters
     if {family.cache, *CACHES} & {*takes} and getattr(module, "layer_idx", 0) is not None:

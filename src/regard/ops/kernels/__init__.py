@@ -15,7 +15,7 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     stepping.py       `step`: those two, as a decoding step of a layer
     threads.py        the threads that run a kernel
     row_products.py   chains of few rows times weights: norms, gated products, with these vectors
-    chaining.py       `linear`, `Prepared.run`: those, with tensors as addresses
+    chaining.py       `linear`, `PreparedChain.run`: those, with tensors as addresses
 
 The kernel of `tiled`, for many queries in bfloat16, shares intrinsics and vectors:
 

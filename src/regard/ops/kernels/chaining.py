@@ -68,7 +68,7 @@ class Product(NamedTuple):
     waits: bool = False  # for the product before it in the chain
 
 
-class Prepared(NamedTuple):
+class PreparedChain(NamedTuple):
     """A chain of products for given parameters, which any number of calls run."""
 
     # the parameters, their addresses and shapes, which are compared at each call: each may be moved
@@ -119,7 +119,7 @@ class Prepared(NamedTuple):
         return outputs
 
 
-def prepare(inputs: int, outputs: int, *products: Product) -> Prepared | None:
+def prepare(inputs: int, outputs: int, *products: Product) -> PreparedChain | None:
     """The chain of these products, which the kernel runs one after the other; None if a parameter
     has another dtype, size or place than the kernel reads.
 
@@ -147,7 +147,7 @@ def prepare(inputs: int, outputs: int, *products: Product) -> Prepared | None:
     if strip is None:
         return None
     sizes = tuple(widths[number] for number in sorted(widths))
-    return Prepared(
+    return PreparedChain(
         held=tuple((x, x.data_ptr(), x.shape) for x in parameters),
         dtype=dtype,
         address=address_of(strip),

@@ -163,6 +163,20 @@ def test_hidden_states_and_weights_are_returned():
             assert_same(one, other)
 
 
+def test_hooks_that_stay_cost_no_new_plan(monkeypatch, chains):
+    """transformers leaves hooks on attention modules after a call that returned hidden states."""
+    model = model_of("Llama")
+    regard.hf.install(model)
+    with torch.no_grad():
+        model(TOKENS[:1, :1], output_hidden_states=True)
+    assert model.model.layers[0].self_attn._forward_hooks
+    logits_of(model)
+    monkeypatch.setattr(decoder_layers, "_new_plan", None)
+    chains.clear()
+    logits_of(model)
+    assert {*chains} == {2}  # attention by its module, then the MLP
+
+
 def replaced(layer):
     layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach() / 3)
 

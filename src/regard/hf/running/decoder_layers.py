@@ -6,6 +6,7 @@ and projects queries, keys and values. After attention one call projects the out
 norms, and runs the gated MLP. Hidden states between the products of a call stay float32.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -89,8 +90,7 @@ def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor
     projected = None if same is None else plan.before.run(x)
     if same is None or children is None or projected is None:
         return None
-    heads = children.of_products(attention, projected)
-    out = same.run(family, attention, heads, given)
+    out = same.run(family, attention, children.of_products(attention, projected), given)
     return None if out is None else out.view(*x.shape[:-1], -1)
 
 
@@ -98,9 +98,10 @@ class Plan(NamedTuple):
     """The chains of a layer's products. All are None of a layer with a module that is not plain."""
 
     # the children, forwards, parameters and constants that it was made of, each as a dictionary, a
-    # key and the value; a layer with another value, or with hooks, has another plan
-    entries: list[tuple[dict[str, Any], str, Any]]
-    hooks: list[dict[int, Any]]
+    # key and the value; and whether a dictionary of hooks has any. A layer with another value, or
+    # with other hooks, has another plan
+    entries: Sequence[tuple[dict[str, Any], str, Any]] = ()
+    hooks: Sequence[tuple[dict[int, Any], bool]] = ()
     mlp: Any = None  # the gated MLP of hidden states, added to them
     # the projections of hidden states to queries, keys and values; the projection of merged heads,
     # and the MLP after it. None of an attention that computes more before and after its heads
@@ -112,7 +113,7 @@ class Plan(NamedTuple):
         for entry, key, value in self.entries:
             if entry.get(key) is not value:
                 return False
-        return not any(self.hooks)
+        return all(bool(hooks) is had for hooks, had in self.hooks)
 
 
 _plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
@@ -122,26 +123,26 @@ def _plan(layer: nn.Module) -> Plan:
     """The plan of a layer. Offloading, adapters, hooks and quantisation change its modules, and so
     the plan."""
     if _has_any_global_hook():
-        return Plan([], [])
+        return Plan()
     plan = _plans.get(layer)
     if plan is None or not plan.holds():
         plan = _plans[layer] = _new_plan(layer)
     return plan
 
 
-def _facts(layer: Any) -> tuple[list[tuple[dict[str, Any], str, Any]], list[dict[int, Any]]]:
-    """The entries of a plan, and the hooks of its modules."""
+def _facts(layer: Any) -> tuple[list[Any], list[Any]]:
+    """The `entries` and `hooks` of a plan."""
     names = (FIRST, SECOND, "self_attn", "mlp")
     entries = [(layer._modules, name, layer._modules[name]) for name in names]
     for parent in (layer.self_attn, layer.mlp):
         entries += [(parent._modules, name, child) for name, child in parent._modules.items()]
-    hooks = []
+    hooks: list[Any] = []
     for module in [module for _, _, module in entries]:
         own, parameters = vars(module), module._parameters
         constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
         entries += [(own, name, own.get(name)) for name in constants]
         entries += [(parameters, name, parameters[name]) for name in parameters]
-        hooks += [module._forward_hooks, module._forward_pre_hooks]
+        hooks += [(each, bool(each)) for each in (module._forward_hooks, module._forward_pre_hooks)]
     return entries, hooks
 
 
@@ -221,9 +222,8 @@ def _is_known(layer: nn.Module) -> bool:
     kind: Any = type(layer)
     if not _is_like(kind, LAYER) or (parts := _parts(layer)) is None:
         return False
-    if not parts[2].weight.is_cpu:
-        return False
-    return "forward" not in vars(layer) or function_of(layer, "forward") is forward
+    own = "forward" not in vars(layer) or function_of(layer, "forward") is forward
+    return own and bool(parts[2].weight.is_cpu)
 
 
 def _is_plain(layer: Any) -> bool:

@@ -87,7 +87,7 @@ class PreparedChain(NamedTuple):
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...] | None:
         """The outputs of the chain for inputs `[..., width]`, of as many rows, at most `MOST_ROWS`.
-        None if the kernel cannot read an input, or if a parameter was changed."""
+        None if the kernel cannot read an input, or a parameter as it is now."""
         rows = inputs[0].numel() // self.inputs[0]
         if not 0 < rows <= MOST_ROWS:
             return None

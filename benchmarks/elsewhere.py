@@ -267,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpora", type=Path, required=True, help="that corpora.py has written")
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct if none is given")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of rows")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help="of names")
     parser.add_argument("--published", action="store_true", help="rules of papers, too")
     parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
     parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
@@ -296,7 +296,7 @@ def main() -> None:
     rows = [
         row
         for row in rows_for(shipped, stored, options.published)
-        if row.name == "as shipped" or options.only in row.name
+        if row.name == "as shipped" or any(each in row.name for each in options.only)
     ]
     rows = [fitted(row, options.many_kinds, options.passes, options.heal) for row in rows]
     healing = None

@@ -5,6 +5,7 @@
     python benchmarks/elsewhere.py --corpora texts --only "latent, 50" --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --only "latent, 25"
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 150
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
@@ -13,13 +14,17 @@ choice of a constant (`cross_validating.py`). A figure is the perplexity divided
 with the 95 % interval of a bootstrap that draws the same windows for both. Windows are of 512
 tokens; calibration is on equally many tokens of each of eight other texts, and with `--many-kinds`
 on regard's passages of many kinds besides. With `--passes` layers are refined, as `regard convert`
-does. `--keep` adds the rows to those that a file has already, in
-place of rows of the same names, with the mean loss of every window; a row of many kinds or refined
-is then compared with the row that is named as it is without that, window by window.
+does. With `--heal` the converted models are then trained for that many steps; a quarter of the
+windows is of the passages, the others are of the texts of the calibration. `--keep` adds the rows
+to those that a file has already, in place of rows of the same names, with the mean loss of every
+window; a row of many kinds, refined or healed is then compared with the row that is named as it is
+without that, window by window.
 """
 
 import argparse
+import copy
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,10 +41,11 @@ from regard.cache import KVCache, QuantizedCache
 from regard.compare.frontiers import bootstrap
 from regard.compare.runner import Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
-from regard.convert import Step, Target, convert, target_of, walk, watch, windows_of
+from regard.convert import Recipe, Step, Target, convert, heal, target_of, walk, watch, windows_of
+from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.measuring import dtype_name
 from regard.convert.texts import calibration, many_kinds, python_texts, python_topics
-from regard.hf import attention_modules, attention_of, fetch_smollm2, load
+from regard.hf import attention_modules, attention_of, fetch_smollm2, load, place
 from regard.hf.generating.predicting import losses_of
 from regard.hf.loading.checkpoints import stored_dtype
 from regard.hf.packages import quiet
@@ -47,6 +53,8 @@ from regard.hf.packages import quiet
 LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
 REFINED = ", refined"  # and of rows whose layers are refined
+HEALED = ", healed"  # and of rows that are trained afterwards
+PASSAGES = 4  # one window in four to heal on is of the passages of many kinds
 GROUPS = {"own": ("manual", *MEASURED), "elsewhere": ELSEWHERE}
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
 K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))
@@ -96,11 +104,11 @@ def rows_for(shipped: Sequence[Any], stored: torch.dtype, published: bool) -> li
     return rows
 
 
-def fitted(row: Row, many: bool, passes: int) -> Row:
+def fitted(row: Row, many: bool, passes: int, steps: int) -> Row:
     """The row with the name and target of this calibration; a cache alone has none."""
     if row.target is None:
         return row
-    name = row.name + MANY * many + REFINED * bool(passes)
+    name = row.name + MANY * many + REFINED * bool(passes) + HEALED * bool(steps)
     return row._replace(name=name, target=replace(row.target, passes=passes))
 
 
@@ -137,14 +145,36 @@ def losses(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[
     return torch.stack(found), runner.caches
 
 
+def text_to_heal(tokenizer: Any, kinds: Sequence[str], windows: int) -> torch.Tensor:
+    """Windows to heal on: of the passages, as often as their share asks for, and of the texts."""
+    passages = windows_of(tokenizer, [many_kinds()], length=LENGTH)
+    count = windows // PASSAGES
+    others = calibration(tokenizer, kinds, windows=windows - count, length=LENGTH)
+    return torch.cat([passages[torch.arange(count) % len(passages)], others])
+
+
+def trained(
+    model: Any, layers: Sequence[Any], tokens: torch.Tensor, steps: int
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Copies of the layers, healed, and what that took."""
+    student = place(copy.deepcopy(model), copied := copy.deepcopy(list(layers)))
+    started = time.process_time()
+    with torch.enable_grad():
+        healed = heal(student, model, tokens, steps=steps, progress=told)
+    spent = {"steps": steps, "tokens": healed.tokens}
+    return copied, spent | {"processor_minutes": (time.process_time() - started) / 60}
+
+
 def measure(
     model: Any,
     rows: Sequence[Row],
     tokens: torch.Tensor,
     texts: dict[str, dict[str, torch.Tensor]],
     stored: torch.dtype,
+    healing: tuple[torch.Tensor, int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Convert to all targets with the same calibration text, then measure row by row."""
+    """Convert to all targets with the same calibration text, then measure row by row; `healing` is
+    the text and the steps."""
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     own = list(dict.fromkeys(r.target for r in rows if r.target is not None and not r.rule))
     made: dict[Any, Any] = {
@@ -157,7 +187,9 @@ def measure(
     base: dict[str, torch.Tensor] = {}
     whole = 0.0
     for row in rows:
-        layers = made.get((row.target, row.rule), shipped)
+        layers, spent = made.get((row.target, row.rule), shipped), {}
+        if healing is not None and row.target is not None:
+            layers, spent = trained(model, layers, *healing)
         found = {
             name: losses(model, layers, row.cache, windows)
             for group in texts.values()
@@ -170,6 +202,7 @@ def measure(
         nbytes = bytes_of_caches(shapes, storage, context=LENGTH, dtype=dtype)
         whole = whole or nbytes
         result: dict[str, Any] = {"method": row.name, "cache": nbytes / whole}
+        result |= {"healing": spent} if spent else {}
         for name, group in texts.items():
             mine, others = (
                 torch.cat([each[text] for text in group])
@@ -213,7 +246,8 @@ def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> 
     rows = {row["method"]: row for row in (*there, *new)}
     for row in rows.values():
         name: str = row["method"]
-        plain = rows.get(name.removesuffix(REFINED if name.endswith(REFINED) else MANY), row)
+        last = next((end for end in (HEALED, REFINED, MANY) if name.endswith(end)), "")
+        plain = rows.get(name.removesuffix(last), row)
         if plain is not row:
             row["paired"] = {group: paired(row, plain, texts) for group, texts in GROUPS.items()}
     found = {"benchmark": "elsewhere", "model": model, "results": [*rows.values()]}
@@ -233,15 +267,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpora", type=Path, required=True, help="that corpora.py has written")
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct if none is given")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of rows")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help="of names")
     parser.add_argument("--published", action="store_true", help="rules of papers, too")
     parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
     parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
     parser.add_argument("--many-kinds", action="store_true", help="calibrate on them, too")
     parser.add_argument("--passes", type=int, default=0, help="of gradient steps over the text")
+    parser.add_argument("--heal", type=int, default=0, metavar="STEPS", help="of training after it")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
+    keep_freed_memory()
     path = options.model or fetch_smollm2()
     with quiet():
         model, tokenizer = load(path)
@@ -260,10 +296,13 @@ def main() -> None:
     rows = [
         row
         for row in rows_for(shipped, stored, options.published)
-        if row.name == "as shipped" or options.only in row.name
+        if row.name == "as shipped" or any(each in row.name for each in options.only)
     ]
-    rows = [fitted(row, options.many_kinds, options.passes) for row in rows]
-    results = list(measure(model, rows, tokens, texts, stored))
+    rows = [fitted(row, options.many_kinds, options.passes, options.heal) for row in rows]
+    healing = None
+    if options.heal:
+        healing = text_to_heal(tokenizer, kinds, Recipe().batch * options.heal), options.heal
+    results = list(measure(model, rows, tokens, texts, stored, healing))
     if options.keep is not None:
         keep(options.keep, results, path.name, tokens.numel())
     finish("elsewhere", results)

@@ -53,7 +53,7 @@ def mha2mla(layer: Any, covariance: Tensor) -> tuple[Components, Tensor]:
 def _components(rows: Tensor, mixing: Tensor, energies: Tensor, frequencies: Tensor) -> Components:
     """Components whose rotation, if they lose it, is replaced by the factor 1."""
     harm = energies * (1.0 - average_rotation(frequencies).abs().square())[:, None]
-    one = torch.ones_like(frequencies).to(rows.dtype)
+    one = torch.ones_like(frequencies)[:, None].to(rows.dtype)
     return Components(rows, mixing, harm, one, frequencies)
 
 

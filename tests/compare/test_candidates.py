@@ -46,7 +46,7 @@ def test_targets_have_the_size_of_their_names():
     assert target_of("gqa", **gqa) == Target("heads", num_kv_heads=2)
     assert target_of("latent-100", **gqa) == Target("exact-rope", rank=12)
     assert target_of("latent-25", **gqa) == Target("exact-rope", rank=11, by_layer=True)  # of 48
-    deepseek = {"kind": "deepseek", "rank": 6, "rope_dim": 6}
+    deepseek = {"kind": "deepseek", "rank": 10, "rope_dim": 2}
     assert target_of("deepseek-50", num_kv_heads=2) == Target(**deepseek)
     assert target_of("portable-50", num_kv_heads=2) == Target(**deepseek, portable=True)
 

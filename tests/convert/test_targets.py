@@ -45,7 +45,8 @@ def shipped(**options):
             {"budget": 0.5, "stored": HALF, "form": "deepseek"},
             Target("deepseek", rank=6, rope_dim=6),  # 48 bytes of float32
         ),
-        ("mla", {"budget": 0.25, "form": "deepseek"}, Target("deepseek", rank=6, rope_dim=6)),
+        ("mla", {"budget": 0.25, "form": "deepseek"}, Target("deepseek", rank=10, rope_dim=2)),
+        ("mla", {"budget": 1.0, "form": "deepseek"}, Target("deepseek", rank=12, rope_dim=8)),
     ],
 )
 def test_a_text_is_read_as_its_target(to, options, wanted):
@@ -88,8 +89,8 @@ def test_rows_of_compare_are_targets_of_the_same_name():
         ("mla", {"budget": 1.5}, "over 0 and at most 1, got 1.5"),
         (
             "mla",
-            {"budget": 0.1, "form": "deepseek"},
-            "192 bytes a token is 19, and 24 of them are the rotary key",
+            {"budget": 0.05, "form": "deepseek"},
+            "192 bytes a token is 9, and 8 of them are the rotary key",
         ),
     ],
 )

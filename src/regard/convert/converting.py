@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from regard.convert.exact.expand import spell_out
 from regard.convert.lossy.allocating import allot, importance
-from regard.convert.lossy.calibrate import Made, Make, Step, input_moments, refitted, walk
-from regard.convert.lossy.decouple import common_counts, components, decouple
+from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk
+from regard.convert.lossy.decouple import WINDOWS, common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, energies_of, latentize
 from regard.convert.lossy.refining import refine
 from regard.convert.lossy.regroup import regroup
@@ -206,7 +206,7 @@ class _Calibration:
             return [target.rank] * len(self.shipped)
         self.progress("ranks", 0, len(self.shipped))
         modules = list(attention_modules(self.model).values())
-        some = self.tokens[:: max(1, len(self.tokens) // TRIALS)][:TRIALS, :TRIAL]
+        some = self._some(TRIALS)
         weights = importance(self.model, modules, some)
         with recording(modules) as calls:
             self.model.base_model(input_ids=some, use_cache=False)
@@ -218,10 +218,15 @@ class _Calibration:
 
     def _counts(self, rope_dim: int) -> tuple[int, ...]:
         """How many components of each frequency to rotate, equally in all layers."""
-        moments = input_moments(self.model, self.tokens)
-        pairs = zip(self.shipped, moments, strict=True)
-        harms = [components(layer, each.covariance).harm for layer, each in pairs]
+        with recording(list(attention_modules(self.model).values())) as calls:
+            self.model.base_model(input_ids=self._some(WINDOWS), use_cache=False)
+        pairs = zip(self.shipped, (call.x for (call,) in calls), strict=True)
+        harms = [components(layer, moments_of(x).covariance, x).harm for layer, x in pairs]
         return common_counts(harms, rope_dim)
+
+    def _some(self, most: int) -> Tensor:
+        """Windows from all over the text, or their beginnings."""
+        return self.tokens[:: max(1, len(self.tokens) // most)][:most, :TRIAL]
 
 
 def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:

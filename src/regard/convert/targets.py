@@ -43,7 +43,7 @@ SHARES: dict[str, tuple[Form, bool]] = {
 FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
 POSITION = 4  # bytes of the int32 position that a cache holds beside a latent with exact rotation
 BY_LAYER = 0.3  # budget below which the ranks of joint latents differ by layer
-WIDE = 0.9  # budget above which the rotary key is half as wide again as a head
+KEYS = 0.25  # share of a cache that the rotary key gets: with more or less, outputs err more
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,14 @@ def _refuse_latent(to: str, form: object, portable: bool, budget: object) -> Non
 
 
 def _rope_dim(layer: Attention, budget: float | None) -> int:
-    """The channels that a head rotates; half as many again for a large budget."""
-    wide = budget is not None and budget > WIDE
-    most = layer.num_kv_heads * layer.rope.dim
-    return min(most, layer.rope.dim * 3 // 2 // 2 * 2 if wide else layer.rope.dim)
+    """The channels of the rotary key: `KEYS` of the cache, at most half as many again as of a head.
+
+    Kernels take multiples of 8."""
+    dim, heads = layer.rope.dim, layer.num_kv_heads
+    if budget is None:
+        return dim
+    wanted = min(int(KEYS * budget * 2 * heads * layer.head_dim), dim * 3 // 2, heads * dim)
+    return max(2, wanted // 8 * 8 or wanted // 2 * 2)
 
 
 def _rank(

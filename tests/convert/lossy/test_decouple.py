@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from layers import WIDTH, attention
-from regard import NO_ROPE, Causal, KVCache, Rotary, Yarn
+from regard import NO_ROPE, Causal, KVCache, Rotary, SlidingWindow, Yarn, attend
 from regard.convert import Moments, decouple
-from regard.convert.lossy.decouple import common_counts, components
+from regard.convert.lossy.decouple import (
+    common_counts,
+    components,
+    reactions,
+    score_gradients,
+)
 
 DIM = 6
 SHAPES = {
@@ -122,6 +127,42 @@ def test_outputs_over_other_text_are_nearer_if_errors_count_by_them():
         errors = [float((each(other) - layer(other)).square().mean()) for each in fits]
         better += errors[0] < errors[1]
     assert better >= 7
+
+
+@torch.no_grad()
+def test_gradients_by_scores_are_those_of_a_bias():
+    options = {"num_kv_heads": 2, "head_dim": DIM, "mask": Causal(), "rope": NO_ROPE}
+    layer, x = attention(4, **options).double(), inputs()[0]
+    by = torch.randn_like(x)
+    q, k, v = (
+        proj(x).unflatten(-1, (-1, DIM)).transpose(0, 1)[None]
+        for proj in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    bias = torch.zeros(1, 4, len(x), len(x), dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        out = attend(q, k, v, mask=Causal(), score_bias=bias)[0]
+        total = (by * layer.o_proj(out.transpose(0, 1).flatten(1))).sum()
+    (wanted,) = torch.autograd.grad(total, bias)
+    torch.testing.assert_close(score_gradients(layer, x, by), wanted[0])
+
+
+@torch.no_grad()
+def test_outputs_react_to_no_score_outside_a_window():
+    layer, x = made("GQA"), inputs()
+    layer.mask = Causal() & SlidingWindow(3)
+    found = reactions(layer, x)
+    assert found.shape == (2, DIM // 2, x.shape[1])
+    assert bool((found[..., :3] > 0).all()) and not found[..., 3:].any()
+
+
+@torch.no_grad()
+def test_rotations_over_distances_that_are_not_read_do_not_count():
+    layer, x = made("GQA"), inputs()
+    layer.mask = Causal() & SlidingWindow(2)
+    sizes = {"rank": WIDTH, "rope_dim": 4, "covariance": covariance_of(x)}
+    fits = [decouple(layer, **sizes, inputs=given).layer for given in (x, None)]
+    errors = [float((each(x) - layer(x)).square().mean()) for each in fits]
+    assert errors[0] < errors[1] / 4
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ written in a basis that commutes with rotation: at every frequency, the heads' c
 mixed into components that are uncorrelated over the calibration text. The queries are mixed
 inversely, so nothing is lost yet. The components for which rotation matters most become the shared
 rotary key. The others are not rotated any more: each is multiplied by the mean of its rotation over
-distances, and joins the values in the latent.
+distances, and joins the values in the latent. Distances count by how much the layer's outputs
+depend on scores over them, measured on text (`reactions`): attention to near tokens and to far ones
+depends on different frequencies, and each head has its own distances.
 
 The outline is TransMLA's (arXiv:2502.07864); here the mixing is complex, not real, and components
 are chosen by the energy that is lost without rotation, not by their order within a frequency.
@@ -18,7 +20,14 @@ import torch
 from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
 
-from regard.convert.linear import common_arguments, linear_of, rebuilt, refuse_unsupported, rows_of
+from regard.convert.linear import (
+    common_arguments,
+    linear_of,
+    rebuilt,
+    refuse_unsupported,
+    rows_of,
+    weight_and_bias,
+)
 from regard.convert.lossy.directions import (
     Lossy,
     directions_of,
@@ -34,8 +43,9 @@ from regard.layers.latent import MultiHeadLatentAttention
 from regard.rope import Rotary
 from regard.rope.scaling import Frequencies
 
-DISTANCES = 512  # tokens between query and key over which rotation is averaged
-LEAST = 1e-12  # energy of queries: the least weight of a key, so that none is zero
+DISTANCES = 512  # tokens between query and key over which rotation is averaged without text
+WINDOWS = 8  # of text: reactions are sums over millions of scores, and differ little after a few
+LEAST = 1e-12  # of the mean weight of a key: its least weight, so that none is zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,34 +59,85 @@ class Components:
         mixing: `[freq, heads, heads]`.
         harm: `[freq, heads]`, the energy that the scores of all heads lose if a component is not
             rotated.
-        average: `[freq]`, the best constant factor in place of the rotation.
+        average: `[freq, heads]`, the best constant factor in place of a head's rotation; heads may
+            be 1.
         frequencies: `[freq]`, radians per position.
     """
 
     rows: Complex128[Tensor, "freq heads E"]
     mixing: Complex128[Tensor, "freq heads heads"]
     harm: Float64[Tensor, "freq heads"]
-    average: Complex128[Tensor, " freq"]
+    average: Complex128[Tensor, "freq #heads"]
     frequencies: Float64[Tensor, " freq"]
 
 
-def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components:
+def components(
+    layer: Attention,
+    covariance: Float[Tensor, "E E"],
+    inputs: Float[Tensor, "*N L E"] | None = None,
+) -> Components:
     """The keys of a layer in components that are uncorrelated over the calibration text.
 
-    A head's weight is the energy of its queries. A component's harm is its energy times the share
-    that no constant in place of the rotation preserves, over distances of up to 512 tokens.
+    A component's harm is the energy of the scores that no constant in place of its rotation
+    preserves, weighted by the `reactions` over `inputs`; without them, by the energy of queries,
+    over distances of up to 512 tokens alike.
 
     Raises:
         ValueError: if the layer has no rotary embedding, or its frequencies change with the length.
     """
     keys, frequencies = rotary_keys(layer)
-    weight = query_energy(layer, covariance).clamp_min(LEAST).sqrt().mT[..., None]
+    if inputs is None:
+        average = average_rotation(frequencies)[:, None]
+        energy = query_energy(layer, covariance).mT
+    else:
+        found = reactions(layer, inputs)
+        turns = rotation(frequencies, torch.arange(found.shape[-1], device=found.device))
+        energy = found.sum(-1).mT.clamp_min(1e-300)
+        average = torch.einsum("gfd, df -> fg", found.to(turns.dtype), turns) / energy
+    weight = energy * (1.0 - average.abs().square())
+    weight = (weight / weight.mean()).nan_to_num(1.0).clamp_min(LEAST).sqrt()[..., None]
     weighted = weight * keys  # [freq, heads, E1]
-    energies, basis = torch.linalg.eigh(energy_of(weighted, covariance))
-    energies, basis = energies.flip(-1).clamp_min(0.0), basis.flip(-1)
-    average = average_rotation(frequencies)
-    harm = energies * (1.0 - average.abs().square())[:, None]
+    harm, basis = torch.linalg.eigh(energy_of(weighted, covariance))
+    harm, basis = harm.flip(-1).clamp_min(0.0), basis.flip(-1)
     return Components(basis.mH @ weighted, basis / weight, harm, average, frequencies)
+
+
+def reactions(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float64[Tensor, "heads freq L"]:
+    """For each key head, frequency and distance, how much outputs react to an error of a key.
+
+    Sums of `|q|^2 g^2` over pairs of tokens: g is the gradient of the outputs' sum with random
+    signs by a score, and q the query's complex number at that frequency.
+
+    Args:
+        layer: MHA, GQA or MQA with a rotary embedding.
+        inputs: of the layer over some text; some windows of it are enough.
+    """
+    assert isinstance(layer.rope, Rotary)
+    windows = inputs.reshape(-1, *inputs.shape[-2:])
+    windows = windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
+    chance, places = torch.Generator("cpu").manual_seed(0), torch.arange(windows.shape[1])
+    before = ((places[:, None] - places) % len(places)).to(windows.device)  # key, by distance
+    found: Tensor = windows.new_zeros(())
+    for window in windows:
+        signs = torch.randint(2, window.shape, generator=chance, device="cpu").to(window) * 2 - 1
+        slopes = score_gradients(layer, window, signs).square().tril()  # not of later keys
+        rows = layer.q_proj(window).mT.double()
+        queries, _ = split_rotary(rows, layer.head_dim, layer.rope)
+        moved = slopes.gather(-1, before.expand_as(slopes)).double()
+        found = found + queries.abs().square() @ moved
+    return found.unflatten(0, (layer.num_kv_heads, -1)).sum(1)
+
+
+def score_gradients(
+    layer: Attention, window: Float[Tensor, "L E"], by: Float[Tensor, "L E"]
+) -> Float[Tensor, "H L L"]:
+    """The gradient of `(by * outputs).sum()` by the scores of each head, which have no softcap."""
+    copies = layer.num_heads // layer.num_kv_heads
+    read = (by @ weight_and_bias(layer, "o_proj")[0]).unflatten(-1, (layer.num_heads, -1))
+    values = layer.v_proj(window).unflatten(-1, (layer.num_kv_heads, -1)).transpose(0, 1)
+    gains = read.transpose(0, 1) @ values.repeat_interleave(copies, dim=0).mT
+    weights = layer.weights(window[None])[0]
+    return weights * (gains - (weights * gains).sum(-1, keepdim=True))
 
 
 def rotary_keys(
@@ -98,11 +159,15 @@ def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads
     return energy.unflatten(0, (layer.num_kv_heads, -1)).sum(1)
 
 
+def rotation(frequencies: Tensor, distances: Tensor) -> Complex128[Tensor, "distances freq"]:
+    """The rotation between a query and a key at each of these distances."""
+    angles = distances[:, None].double() * frequencies
+    return torch.polar(torch.ones_like(angles), -angles)
+
+
 def average_rotation(frequencies: Tensor) -> Complex128[Tensor, " freq"]:
     """The mean of the rotation over distances: the best constant in its place."""
-    distances = torch.arange(1, DISTANCES + 1, device=frequencies.device).double()
-    angles = distances[:, None] * frequencies
-    return torch.polar(torch.ones_like(angles), -angles).mean(0)
+    return rotation(frequencies, torch.arange(1, DISTANCES + 1).to(frequencies.device)).mean(0)
 
 
 def common_counts(harms: Sequence[Float64[Tensor, "freq heads"]], rope_dim: int) -> tuple[int, ...]:
@@ -141,7 +206,8 @@ def decouple(
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
         counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
             several layers share one list; those with the most harm if None.
-        inputs: windows of the inputs themselves, which improve the fit as in `latentize`.
+        inputs: windows of the inputs themselves. They improve the fit as in `latentize`, and the
+            choice of components: distances count by what outputs depend on.
         gradients: as `latentize` takes them.
 
     Raises:
@@ -160,7 +226,7 @@ def decouple(
         ('MLA', True)
     """
     refuse_unsupported(layer, "DeepSeek's MLA")
-    found = components(layer, covariance)
+    found = components(layer, covariance, inputs)
     if counts is None:
         rotated = largest(found.harm, rope_dim)
     else:
@@ -227,7 +293,7 @@ def _plain_keys(layer: Attention, found: Components, rotated: Tensor) -> Tensor:
     """The rows of every head's keys without the rotated components."""
     assert isinstance(layer.rope, Rotary)
     _, plain = split_rotary(rows_of(layer, "k_proj"), layer.head_dim, layer.rope)
-    mixed = found.mixing @ (found.rows * ~rotated[..., None]) * found.average[:, None, None]
+    mixed = found.mixing @ (found.rows * ~rotated[..., None]) * found.average[..., None]
     return join_rotary(mixed.transpose(0, 1), plain, layer.rope)
 
 

@@ -186,12 +186,9 @@ def _parts(layer: Any) -> tuple[Any, ...] | None:
     if not _is_like(kind, GATED) or _is_changed(mlp):
         return None
     linears = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    norms, activation = (
-        (_norm(layer._modules[name]) for name in (FIRST, SECOND)),
-        _number(mlp.act_fn),
-    )
-    first, second = norms
-    if first is None or second is None or activation is None or not all(map(_is_plain, linears)):
+    first, second = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+    activation = _number(mlp.act_fn)
+    if None in (first, second, activation) or not all(map(_is_plain, linears)):
         return None
     gate, up, down = (Matrix(each.weight, each.bias) for each in linears)
     return first, second, up, Gate(gate, activation), down

@@ -6,21 +6,11 @@ import torch
 pytest.importorskip("numba")
 
 from regard.matrices import MOST_ROWS
-from regard.ops.kernels import chaining
 from regard.ops.kernels.chaining import Gate, Matrix, Norm, Product, linear, prepare
 from regard.ops.kernels.row_products import SILU
 
 SIZES = [(5, 16), (7, 48), (1, 32), (131, 24), (50, 8), (67, 576)]  # outputs, width
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(params=[16, 8, 4])
-def lanes(request, monkeypatch):
-    """Vectors of so many lanes, as of AVX-512, AVX2 and NEON; LLVM divides those it lacks."""
-    monkeypatch.setattr(chaining, "machine_lanes", lambda: request.param)
-    chaining.strip_for.cache_clear()
-    yield request.param
-    chaining.strip_for.cache_clear()
 
 
 def expected(x, weight, bias):

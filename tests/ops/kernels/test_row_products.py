@@ -6,20 +6,10 @@ import torch
 pytest.importorskip("numba")
 
 from regard.matrices import MOST_ROWS
-from regard.ops.kernels import chaining
 from regard.ops.kernels.chaining import Gate, Matrix, Norm, Product, prepare
 from regard.ops.kernels.row_products import GELU, GELU_TANH, SILU
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(params=[16, 8, 4])
-def lanes(request, monkeypatch):
-    """Vectors of so many lanes, as of AVX-512, AVX2 and NEON; LLVM divides those it lacks."""
-    monkeypatch.setattr(chaining, "machine_lanes", lambda: request.param)
-    chaining.strip_for.cache_clear()
-    yield request.param
-    chaining.strip_for.cache_clear()
 
 
 class Layer:

@@ -83,9 +83,10 @@ This code relies on these of their interfaces:
                    numba.core.typing.templates; the codegen's `magic_tuple()[2]`, which lists
                    the processor's features
     vectors.py     llvmlite.ir: IRBuilder, vector types, typed pointers (`as_pointer`),
-                   atomic_rmw; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
+                   atomic_rmw, load_atomic; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function
-    decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always")
+    decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always");
+                   row_products.py: arrays of records within a record
     compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=, pipeline_class=);
                    numba.core: compiler.Compiler, codegen.JITCodeLibrary, ccallback.CFunc and its
                    `_cache`, caching.FunctionCache, CompileResultCacheImpl and _CacheLocator;

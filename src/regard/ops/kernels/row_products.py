@@ -239,8 +239,7 @@ def reorder(e, strip, source, width, target):
     with _along(e, width) as turn:
         first = e.builder.mul(turn, INT64(count))
         xs = e.elements(e.advance(source, first, 4), count, False)
-        if strip.half:
-            xs = [e.shuffle(*xs, range(start, count, 2)) for start in (0, 1)]
+        xs = [e.shuffle(*xs, range(i, count, 2)) for i in (0, 1)] if strip.half else xs
         for i, x in enumerate(xs):
             e.write(x, e.advance(target, first, 4), 4 * e.lanes * i)
 

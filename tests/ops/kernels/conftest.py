@@ -1,0 +1,13 @@
+"""What tests of the kernels of products share: vectors of other processors."""
+
+import pytest
+
+
+@pytest.fixture(params=[16, 8, 4])
+def lanes(request, monkeypatch):
+    """Vectors of so many lanes, as of AVX-512, AVX2 and NEON; LLVM divides those it lacks."""
+    chaining = pytest.importorskip("regard.ops.kernels.chaining", reason="needs numba")
+    monkeypatch.setattr(chaining, "machine_lanes", lambda: request.param)
+    chaining.strip_for.cache_clear()
+    yield request.param
+    chaining.strip_for.cache_clear()

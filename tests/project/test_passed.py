@@ -56,6 +56,30 @@ def test_files_of_regard_and_files_that_git_ignores_do_not(tree):
     assert passed.tests() == passed.WITH_REGARD
 
 
+def test_files_that_change_during_the_run_are_not_recorded(tree):
+    record = tree / passed.RECORD
+    record.unlink()
+    before = passed.digest()
+    (tree / "conftest.py").write_text("changed meanwhile")
+    passed.record(before)
+    assert not record.exists()
+    passed.record(passed.digest())
+    assert passed.tests() == passed.WITH_REGARD
+
+
+def test_without_git_all_tests_are_run(tree):
+    shutil.rmtree(tree / ".git")
+    (tree / passed.RECORD).write_text("\n")
+    assert passed.tests() == passed.PACKAGE
+    passed.record(passed.digest())
+    assert (tree / passed.RECORD).read_text() == "\n"
+
+
+def test_another_python_runs_all_tests(tree, monkeypatch):
+    monkeypatch.setattr(passed, "PYTHON", (3, 99))
+    assert passed.tests() == passed.PACKAGE
+
+
 def test_a_missing_record_brings_the_tests_back(tree):
     (tree / passed.RECORD).unlink()
     assert passed.tests() == passed.PACKAGE

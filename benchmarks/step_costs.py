@@ -48,7 +48,7 @@ from regard import (
 )
 from regard.cache import Cache
 from regard.distributed import ShardedCache
-from regard.ops.kernels import launching, stepping
+from regard.ops.kernels import chaining, launching, stepping
 
 PAGE = Path(__file__).parent.parent / "docs" / "step-costs.json"
 SIZE, HEADS, KV_HEADS, WIDTH = 64, 8, 2, 8  # of a layer: hidden size, heads, key heads, head dim
@@ -80,7 +80,8 @@ class Recording(TorchFunctionMode):
         self.patches = ExitStack()
         kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             "memory": (self._clearing, (launching, stepping)),
-            "launch": (self._kept, (launching, stepping)),
+            "_workspace": (self._zeroed, (chaining,)),
+            "launch": (self._kept, (launching, stepping, chaining)),
             "_appender": (self._kept_of, (stepping,)),
             "isend": (self._kept, (dist,)),
             "irecv": (self._kept, (dist,)),
@@ -119,6 +120,16 @@ class Recording(TorchFunctionMode):
             places = memory(*args)
             self.runs.append(partial(ctypes.memset, places[0], 0, places[1] - places[0]))
             return places
+
+        return kept
+
+    def _zeroed(self, workspace: Callable[[int], int]) -> Callable[[int], int]:
+        """The same, of chains of products."""
+
+        def kept(size: int) -> int:
+            address = workspace(size)
+            self.runs.append(partial(ctypes.memset, address, 0, chaining.COUNTERS))
+            return address
 
         return kept
 

@@ -188,7 +188,7 @@ def _parts(layer: Any) -> tuple[Any, ...] | None:
     linears = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     first, second = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
     activation = _number(mlp.act_fn)
-    if None in (first, second, activation) or not all(map(_is_plain, linears)):
+    if activation is None or None in (first, second) or not all(map(_is_plain, linears)):
         return None
     gate, up, down = (Matrix(each.weight, each.bias) for each in linears)
     return first, second, up, Gate(gate, activation), down

@@ -7,6 +7,8 @@ D head dim, Dv value head dim, E hidden size, R latent rank.
 from jaxtyping import Shaped
 from torch import Tensor
 
+_ROTARY = 0.25  # share of a cache that the rotary key gets: with more or less, outputs err more
+
 
 def split_heads(x: Shaped[Tensor, "B L HD"], head_dim: int) -> Shaped[Tensor, "B H L D"]:
     """Split the last dimension into heads of `head_dim` channels.
@@ -48,3 +50,20 @@ def unfold_heads(x: Shaped[Tensor, "B G M X"], num_queries: int) -> Shaped[Tenso
     """The inverse of `fold_heads`."""
     batch, groups, rows, width = x.shape
     return x.reshape(batch, groups * (rows // num_queries), num_queries, width)
+
+
+def shared_rotary_dim(elements: float, rope_dim: int, num_kv_heads: int) -> int:
+    """Channels of the rotary key that all heads share, if GQA becomes DeepSeek's MLA.
+
+    `_ROTARY` of the cache, at most half as many again as the `rope_dim` of a head, and no more than
+    all heads have. Kernels take multiples of 8.
+
+    Args:
+        elements: of the cache of the MLA, per token.
+
+    Examples:
+        >>> shared_rotary_dim(1024, 128, 8), shared_rotary_dim(512, 128, 8)
+        (192, 128)
+    """
+    wanted = min(int(_ROTARY * elements), rope_dim * 3 // 2, num_kv_heads * rope_dim)
+    return max(2, wanted // 8 * 8 or wanted // 2 * 2)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from regard import Attention, Causal, Rotary
+from regard.convert import target_of
 from regard.plan.candidates import SHARES, cached_elements, choices
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
@@ -39,7 +41,7 @@ def test_the_attentions_of_a_gqa_model():
     assert by_key["shipped"].layers == (GQA, GQA)
     assert by_key["mha"].layers[0].num_kv_heads == 16
     assert by_key["gqa-2"].layers[1].num_kv_heads == 2
-    assert by_key["deepseek-50"].name == "MLA(224+32), 50 %"
+    assert by_key["deepseek-50"].name == "MLA(208+48), 50 %"
     assert not missing
 
 
@@ -69,8 +71,8 @@ def test_latents_keep_their_share_of_the_cache(layer, share):
 def test_rows_that_cannot_be_are_left_out_with_a_reason():
     mha = replace(GQA, num_kv_heads=16)
     assert "mha" not in found(mha)[0] and not found(mha)[1]  # it is the shipped one
-    tiny = replace(GQA, num_kv_heads=1, head_dim=8, v_head_dim=8)
-    assert "no more than the 32 beside a latent" in found(tiny)[1]["MLA, 25 %"]
+    tiny = replace(GQA, num_kv_heads=1, head_dim=4, v_head_dim=4, qk_rope_head_dim=4)
+    assert "no more than the 2 beside a latent" in found(tiny)[1]["MLA, 25 %"]
     _, missing = found(replace(GQA, sinks=True, qk_norm="head"))
     assert missing["MLA, 50 %"] == "DeepSeek's MLA has no place for qk_norm, sinks"
     assert missing["latent, 25 %"] == "a joint latent has no place for sinks"
@@ -89,11 +91,22 @@ def test_linear_layers_stay_as_they_are():
     assert list(found(LINEAR)[0]) == ["shipped"]
 
 
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("heads", "head_dim", "rotary"), [(8, 32, 32), (1, 64, 64), (3, 20, 12)])
+def test_latents_have_the_sizes_that_a_conversion_gives_them(heads, head_dim, rotary, share):
+    sizes = {"num_kv_heads": heads, "head_dim": head_dim}
+    shape = replace(GQA, **sizes, num_heads=9 if heads == 3 else 16, v_head_dim=head_dim)
+    by_key, _ = found(replace(shape, qk_rope_head_dim=rotary))
+    layer = Attention(512, shape.num_heads, **sizes, rope=Rotary(rotary), mask=Causal())
+    target = target_of(f"deepseek-{share}", [layer])
+    assert by_key[f"deepseek-{share}"].name == f"MLA({target.rank}+{target.rope_dim}), {share} %"
+
+
 def test_layers_with_other_heads_keep_them_if_they_are_fewer():
     few = replace(GQA, num_kv_heads=2)
     by_key, _ = found(few, GQA)
     assert [layer.num_kv_heads for layer in by_key["gqa-4"].layers] == [2, 4]
-    assert by_key["deepseek-50"].name == "MLA(32+32) and MLA(224+32), 50 %"
+    assert by_key["deepseek-50"].name == "MLA(48+16) and MLA(208+48), 50 %"
     assert by_key["mqa"].layers == (replace(GQA, num_kv_heads=1),) * 2
 
 

@@ -19,6 +19,7 @@ import torch
 from regard.convert.exact.portable import lacking
 from regard.convert.linear import JOINT_LATENT, refuse_unsupported, refuse_width_norm
 from regard.convert.lossy.directions import frequencies_of
+from regard.heads import shared_rotary_dim
 from regard.layers.attention import Attention
 from regard.names import TARGETS
 from regard.words import counted
@@ -43,7 +44,6 @@ SHARES: dict[str, tuple[Form, bool]] = {
 FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
 POSITION = 4  # bytes of the int32 position that a cache holds beside a latent with exact rotation
 BY_LAYER = 0.3  # budget below which the ranks of joint latents differ by layer
-KEYS = 0.25  # share of a cache that the rotary key gets: with more or less, outputs err more
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def target_of(
         _check_latent(to, rank, rope_dim, kind, portable, budget)
         for layer in shipped:  # first, since no size helps a layer with such a feature
             refuse_unsupported(layer, FORMS[kind])
-        rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
+        if kind == "deepseek" and not rope_dim:
+            rope_dim = _rope_dim(first, budget)
         if budget is not None:
             own = next(first.parameters()).dtype
             rank = _rank(first, budget, rope_dim, dtype or own, stored or own)
@@ -236,14 +237,10 @@ def _refuse_latent(to: str, form: object, portable: bool, budget: object) -> Non
 
 
 def _rope_dim(layer: Attention, budget: float | None) -> int:
-    """The channels of the rotary key: `KEYS` of the cache, at most half as many again as of a head.
-
-    Kernels take multiples of 8."""
-    dim, heads = layer.rope.dim, layer.num_kv_heads
     if budget is None:
-        return dim
-    wanted = min(int(KEYS * budget * 2 * heads * layer.head_dim), dim * 3 // 2, heads * dim)
-    return max(2, wanted // 8 * 8 or wanted // 2 * 2)
+        return layer.rope.dim
+    elements = budget * 2 * layer.num_kv_heads * layer.head_dim
+    return shared_rotary_dim(elements, layer.rope.dim, layer.num_kv_heads)
 
 
 def _rank(

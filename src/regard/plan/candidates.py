@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from regard.heads import shared_rotary_dim
 from regard.plan.cache_bytes import POSITION
 from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape
 
@@ -39,7 +40,7 @@ def choices(model: ModelShape) -> tuple[tuple[Choice, ...], Mapping[str, str]]:
         >>> [each.name for each in found][:4]
         ['GQA-4, as shipped', 'MHA', 'GQA-2', 'MQA']
         >>> [each.name for each in found][4:]
-        ['MLA(24+8), 50 %', 'MLA(8+8), 25 %', 'latent(31), 50 %', 'latent(15), 25 %']
+        ['MLA(24+8), 50 %', 'MLA(12+4), 25 %', 'latent(31), 50 %', 'latent(15), 25 %']
     """
     shipped = Choice("shipped", f"{_named(model.layers)}, as shipped", model.layers)
     found, missing = [shipped], {}
@@ -100,10 +101,14 @@ def _mla(layer: LayerShape, share: int) -> LayerShape:
     own = layer.kind == "MLA"
     rotary = layer.qk_rope_head_dim
     content = layer.head_dim - rotary if own else layer.head_dim
+    if rotary and not own:
+        smaller = cached_elements(layer) * share / 100
+        rotary = shared_rotary_dim(smaller, rotary, layer.num_kv_heads)
     return replace(
         layer,
         num_kv_heads=layer.num_heads,
         head_dim=content + rotary,
+        qk_rope_head_dim=rotary,
         kv_lora_rank=_rank(layer, share, rotary),
         keys_by_position=False,
         latent_norm=own and layer.latent_norm,

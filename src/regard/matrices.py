@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 # Tokens that compiled code multiplies by a weight that it reads once: torch's kernels multiply more
 # of them as quickly.
 MOST_ROWS = 8
+# Whether oneDNN multiplies matrices of bfloat16: on x86, where vectors have 512 bits.
+_BFLOAT16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
@@ -59,3 +63,15 @@ def product_objection(module: nn.Module) -> str | None:
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return "has forward hooks"
     return None
+
+
+def multiply(a: Float[Tensor, "H M K"], b: Float[Tensor, "H K N"]) -> Float[Tensor, "H M N"]:
+    """`a @ b`, summed in float32 where the processor has no products of their dtype: torch's own
+    loop over elements takes many times as long (`benchmarks/absorbing.py`)."""
+    return a @ b if has_products(a) else (a.float() @ b.float()).to(a.dtype)
+
+
+def has_products(x: Tensor) -> bool:
+    """Whether the device of a matrix multiplies in its dtype, and not in a loop over elements. In
+    float16 few processors do, and float32 loses nothing there."""
+    return not x.is_cpu or x.dtype.itemsize >= 4 or (_BFLOAT16 and x.dtype == torch.bfloat16)

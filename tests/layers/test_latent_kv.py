@@ -6,15 +6,19 @@ import torch
 import plain
 from layers import assert_same, scattered
 from regard import (
+    NO_CACHE,
     Attention,
     Causal,
     KVCache,
     LatentKVAttention,
+    Padding,
     QuantizedCache,
     Rotary,
     StaticCache,
 )
 from regard.convert import as_latent
+from regard.layers.attending import Attending
+from regard.layers.latent_kv import Absorbed, Rebuilt
 
 WIDTH, LENGTH = 10, 7
 SIZES = {"num_kv_heads": 2, "head_dim": 6, "kv_lora_rank": 5}
@@ -116,6 +120,54 @@ def test_keys_are_rebuilt_then_normed_then_rotated(norm):
         steps = [layer(step, cache=cache) for step in x.split(2, dim=1)]
     assert_same(torch.cat(steps, 1), wanted)
     assert cache.nbytes == 2 * LENGTH * (5 * 8 + 4)  # nothing more than without a norm
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", [None, "head", "width"])
+@pytest.mark.parametrize("queries", [1, 2, LENGTH])
+def test_absorbed_values_are_the_values(queries, norm):
+    """The judge computes keys and values of its own heads, and no latent."""
+    gqa, latent = same_attention(qk_norm=norm)
+    x, cache, own = x_of(), KVCache(), KVCache()
+    for layer, cached in ((gqa, own), (latent, cache)):
+        layer(x, cache=cached)
+    form = latent.choose(queries, cache)
+    assert type(form) is (Rebuilt if queries == LENGTH else Absorbed)
+    more = x_of()[:, :queries]
+    assert_same(latent(more, cache=cache), gqa(more, cache=own))
+
+
+@torch.no_grad()
+def test_both_forms_show_nothing_to_a_row_that_sees_nothing():
+    latent, x = layer_of(), x_of()
+    hidden = Padding(torch.tensor([[False] * LENGTH, [True] * LENGTH]))
+    for form in (Absorbed, Rebuilt):
+        latent.choose = lambda queries, cache, form=form: form(latent)
+        out = latent(x, mask=hidden)
+        assert not out[0].any()
+        assert out[1].any()
+
+
+def test_gradients_flow_through_absorbed_values():
+    gqa, latent = same_attention()
+    x = x_of()[:, :1].requires_grad_()
+    assert type(latent.choose(1, NO_CACHE)) is Absorbed
+    wanted, own = (torch.autograd.grad(each(x).square().sum(), x)[0] for each in (gqa, latent))
+    assert_same(own, wanted)
+
+
+def test_values_that_cannot_be_absorbed_are_rebuilt():
+    def form(layer):
+        return type(layer.choose(1, NO_CACHE))
+
+    assert form(layer_of()) is Absorbed
+    assert form(layer_of(bias=True)) is Rebuilt  # a row that sees nothing has no value
+    hooked = layer_of()
+    hooked.kv_b_proj.register_forward_hook(lambda module, given, out: 2 * out)
+    assert form(hooked) is Rebuilt
+    with torch.autocast("cpu", torch.bfloat16):
+        assert form(layer_of()) is Rebuilt
+    assert type(layer_of().choose(1, Attending())) is Rebuilt  # ranks split the heads
 
 
 def test_a_norm_of_ones_own_is_given_the_size_of_a_head():

@@ -16,7 +16,7 @@ from regard.layers.attending import Keys, rebuild
 from regard.layers.construct import normed
 from regard.layers.inputs import Arrival
 from regard.masks import Span
-from regard.matrices import matrix_of, product_objection
+from regard.matrices import has_products, matrix_of, multiply, product_objection
 
 
 @runtime_checkable
@@ -105,8 +105,6 @@ class Absorbed(NamedTuple):
 
 Form = Expanded | Absorbed
 FORMS: dict[str, type[Form]] = {"expanded": Expanded, "absorbed": Absorbed}
-# Whether oneDNN multiplies matrices of bfloat16: on x86, where vectors have 512 bits.
-_BFLOAT16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
 # Times as long: a product that rebuilds keys in a dtype without products, to one that absorbs a
 # query in float32.
 _LOOPED = 4
@@ -140,7 +138,7 @@ def choose_form(layer: Latent, span: Span, asked: str = "auto") -> Form:
     Raises:
         ValueError: if `"absorbed"` is asked for and `kv_b_proj` is not a plain linear map.
     """
-    objection = absorption_objection(layer)
+    objection = absorption_objection(layer.kv_b_proj)
     if asked == "absorbed" and objection is not None:
         raise ValueError(
             f"form='absorbed' reads kv_b_proj.weight, but {objection}; use form='auto'"
@@ -170,21 +168,8 @@ def choose_form(layer: Latent, span: Span, asked: str = "auto") -> Form:
     )
 
 
-def multiply(a: Float[Tensor, "H M K"], b: Float[Tensor, "H K N"]) -> Float[Tensor, "H M N"]:
-    """`a @ b`, summed in float32 where the processor has no products of their dtype: torch's own
-    loop over elements takes many times as long (`benchmarks/absorbing.py`)."""
-    return a @ b if has_products(a) else (a.float() @ b.float()).to(a.dtype)
-
-
-def has_products(x: Tensor) -> bool:
-    """Whether the device of a matrix multiplies in its dtype, and not in a loop over elements. In
-    float16 few processors do, and float32 loses nothing there."""
-    return not x.is_cpu or x.dtype.itemsize >= 4 or (_BFLOAT16 and x.dtype == torch.bfloat16)
-
-
-def absorption_objection(layer: Latent) -> str | None:
-    """Why `kv_b_proj` cannot be read as a matrix; None if it can."""
-    up = layer.kv_b_proj
+def absorption_objection(up: nn.Module) -> str | None:
+    """Why the module `kv_b_proj` cannot be read as a matrix; None if it can."""
     if (objection := product_objection(up)) is not None:
         return f"kv_b_proj {objection}"
     if type(matrix_of(up)) not in (nn.Parameter, Tensor) or up.bias is not None:

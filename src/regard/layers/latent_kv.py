@@ -1,14 +1,19 @@
-"""GQA over one joint latent: its keys are rebuilt, normed and rotated when they are read."""
+"""GQA over one joint latent: its keys are rebuilt, normed and rotated when they are read.
 
-from typing import Any
+Values are rebuilt, too, or, for few queries, absorbed: attention sums the latents, and the outputs
+are multiplied by the weights of the values. The keys cannot be absorbed, as they are rotated.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
-from regard.heads import merge_heads, split_heads
-from regard.layers.attending import Keys, attended, explain, rebuild, weights
+from regard.cache.parts import AnyStream, streams_of
+from regard.heads import fold_heads, merge_heads, split_heads, unfold_heads
+from regard.layers.attending import Attending, Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
@@ -22,11 +27,17 @@ from regard.layers.construct import (
     set_rules,
 )
 from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
+from regard.layers.latent_forms import absorption_objection
 from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask
+from regard.matrices import matrix_of, multiply
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
+from regard.ops.rebuilt_keys import RebuiltKeys, tables_of
 from regard.rope import NO_ROPE, Rope
+from regard.tracing import is_autocast, is_immediate
+
+_WIDE = 2  # times as long: a weighted sum of latents, to a product of as many numbers
 
 
 class LatentKVAttention(nn.Module, Settings):
@@ -143,29 +154,28 @@ class LatentKVAttention(nn.Module, Settings):
         q = self.rope.rotate(q, where)
         with restored_on_error(self, at.cache, at.mask):
             parts = at.cache.update(latent, as_stream(where, x.shape[0]))
-            out = attended(self, q, self.keys(parts, at), at)
-            return self.o_proj(merge_heads(out))
+            form = self.choose(x.shape[1], at.cache)
+            out = attended(self, q, rebuild(parts, at, form.rebuild), at)
+            return self.o_proj(merge_heads(form.output(out)))
 
     def queries_and_keys(self, x: Tensor, context: Context, at: Arrival) -> tuple[Tensor, Keys]:
         """Queries and keys of a call, for which the cache does not change."""
         q, latent = self.project(x)
         where = at.positions.to(torch.int32)
-        q = self.rope.rotate(q, where)
-        return q, self.keys(at.cache.peek(latent, as_stream(where, x.shape[0])), at)
+        q, parts = self.rope.rotate(q, where), at.cache.peek(latent, as_stream(where, x.shape[0]))
+        return q, rebuild(parts, at, self.choose(x.shape[1], at.cache).rebuild)
 
-    def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:
-        """The keys and values of every head, rebuilt when they are read."""
-        return rebuild(parts, at, self.rebuild)
-
-    def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """Keys, normed and rotated, and values from the latents and positions of each part."""
-        rebuilt = []
-        for start, stop, (latent, stream) in parts:
-            k, v = self.kv_b_proj(latent.squeeze(1)).chunk(2, dim=-1)
-            k = normed_heads(self.k_norm, k, self.head_dim, width=self.norm_width)
-            k = self.rope.rotate(k, stream[:, 0, :, 0])
-            rebuilt.append(Part(start, stop, (k, split_heads(v, self.head_dim))))
-        return tuple(rebuilt)
+    def choose(self, queries: int, cache: object) -> "Form":
+        """The form of the values that is less work for so many queries."""
+        if isinstance(cache, Attending) or absorption_objection(self.kv_b_proj) is not None:
+            return Rebuilt(self)
+        if not matrix_of(self.kv_b_proj).is_cpu or is_autocast("cpu"):
+            return Rebuilt(self)  # kernels of a GPU take values as wide as keys; autocast, products
+        if torch.compiler.is_exporting():
+            return Rebuilt(self)  # one program serves every length
+        wider = queries * self.num_heads * (self.kv_lora_rank - self.head_dim)
+        saved = self.num_kv_heads * self.head_dim * self.kv_lora_rank
+        return Absorbed(self) if _WIDE * wider <= saved else Rebuilt(self)
 
     def queries(self, x: Float[Tensor, "B L E"]) -> Float[Tensor, "B H L D"]:
         """Queries of every head, normed, before rotation."""
@@ -183,3 +193,72 @@ class LatentKVAttention(nn.Module, Settings):
 def as_stream(positions: Int[Tensor, "*B L"], batch: int) -> Int[Tensor, "B 1 L 1"]:
     """Positions as a stream for the cache."""
     return positions.expand(batch, positions.shape[-1])[:, None, :, None]
+
+
+class Rebuilt(NamedTuple):
+    """Keys and values of every head, from one product with the latents."""
+
+    layer: LatentKVAttention
+
+    def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Keys, normed and rotated, and values, from the latents and positions of each part."""
+        found = []
+        for part in parts:
+            latent, positions = part.streams
+            k, v = self.layer.kv_b_proj(latent.squeeze(1)).chunk(2, dim=-1)
+            streams = _keys(self.layer, k, positions), split_heads(v, self.layer.head_dim)
+            found.append(part._replace(streams=streams))
+        return tuple(found)
+
+    def output(self, out: Tensor) -> Float[Tensor, "B H L D"]:
+        """The outputs of the heads: the result of attention itself."""
+        return out
+
+
+class Absorbed(NamedTuple):
+    """Keys of every head; the latents, which all heads share, in place of values."""
+
+    layer: LatentKVAttention
+
+    def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Keys, normed and rotated, from the latents and positions of each part; the latents."""
+        found, layer = [], self.layer
+        for part in parts:
+            latent, positions = part.streams
+            values = latent.expand(-1, layer.num_kv_heads, -1, -1)
+            streams = streams_of((_read_keys(layer, latent, positions), values))
+            found.append(part._replace(streams=streams))
+        return tuple(found)
+
+    def output(self, out: Float[Tensor, "B H L R"]) -> Float[Tensor, "B H L D"]:
+        """The outputs of the heads, from sums of latents: the weights of the values are applied."""
+        heads, (batch, _, queries, _) = self.layer.num_kv_heads, out.shape
+        weights = _weights(self.layer)[1].unflatten(0, (heads, -1))  # [G, D, R]
+        rows = fold_heads(out, heads).transpose(0, 1).flatten(1, 2)  # the batch as rows
+        found = multiply(rows, weights.mT).unflatten(1, (batch, -1)).transpose(0, 1)
+        return unfold_heads(found, queries)
+
+
+Form = Rebuilt | Absorbed
+
+
+def _weights(layer: LatentKVAttention) -> tuple[Tensor, Tensor]:
+    """`kv_b_proj` as the matrices of all keys and of all values, `[G D, R]`."""
+    keys, values = matrix_of(layer.kv_b_proj).chunk(2)
+    return keys, values
+
+
+def _keys(layer: LatentKVAttention, k: Tensor, positions: Tensor) -> Float[Tensor, "B G S D"]:
+    """Keys of every head, normed and rotated, of their projection `[B, S, G D]`."""
+    k = normed_heads(layer.k_norm, k, layer.head_dim, width=layer.norm_width)
+    return layer.rope.rotate(k, positions[:, 0, :, 0])
+
+
+def _read_keys(layer: LatentKVAttention, latent: Tensor, positions: Tensor) -> AnyStream:
+    """Keys of every head, `[B, G, S, D]`, that are computed when they are read; now, if they are
+    normed or a program is traced."""
+    weights = _weights(layer)[0]
+    if layer.k_norm is not None or not is_immediate(latent):
+        return _keys(layer, multiply(latent.squeeze(1), weights.mT), positions)
+    tables = tables_of(layer.rope, positions)
+    return RebuiltKeys(latent, positions, weights, layer.num_kv_heads, layer.rope, tables)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from regard.constants import constant
 from regard.rope.frequencies import plain_frequencies, require_positive
 from regard.rope.scaling import Scaling
-from regard.rope.tables import read_row, read_table
+from regard.rope.tables import read_row, read_table, table_for
 from regard.tracing import without_autocast
 from regard.words import code_of
 
@@ -149,6 +149,11 @@ class Rotary:
         """
         cos, sin = read_row(self, self._computed, position)
         return cos.clone(), sin.clone()  # a caller may write to them
+
+    def table(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
+        """Cosines and signed sines of all positions from 0 up to these, in float32, as `row` has
+        them; None where none are kept. They are memoised: nobody may write to them."""
+        return table_for(self, self._computed, positions, torch.float32)
 
     def angles(
         self, positions: Positions, dtype: torch.dtype = torch.float32

@@ -21,11 +21,24 @@ _TABLES: dict[tuple[object, torch.dtype], Pair] = {}
 
 
 def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtype) -> Pair | None:
-    """`compute(positions, dtype)` of a `Rotary`, read from its table.
+    """`compute(positions, dtype)` of a `Rotary`, read from its table; None where there is none."""
+    table = table_for(rope, compute, positions, dtype)
+    if table is None:
+        return None
+    if positions.numel() == 1:  # a decoding step
+        row = int(positions)
+        return table[0][row], table[1][row]
+    rows = positions.to(torch.int64)
+    cos, sin = torch.embedding(table[0], rows), torch.embedding(table[1], rows)
+    return (cos, sin) if rows.dim() == 1 else (cos.unsqueeze(-3), sin.unsqueeze(-3))
 
-    None where there is no table: for positions that are fractions, negative or far away, that
-    cannot be read now (traced or transformed programs) or only by waiting (on a GPU), and for a
-    scaling that depends on the length of the call.
+
+def table_for(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtype) -> Pair | None:
+    """Cosines and signed sines `[P, dim]` of a `Rotary` for all positions from 0 up to these.
+
+    None for positions that are fractions, negative or far away, that cannot be read now (traced or
+    transformed programs) or only by waiting (on a GPU), and for a scaling that depends on the
+    length of the call.
     """
     count = positions.numel()
     if not (count and positions.is_cpu) or positions.is_floating_point():
@@ -34,20 +47,13 @@ def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtyp
         return None
     if not is_immediate(positions):
         return None
-    if count == 1:  # a decoding step
-        first = last = int(positions)
-    else:
-        rows = positions.to(torch.int64)
-        first, last = map(int, rows.aminmax())
+    first, last = [int(positions)] * 2 if count == 1 else map(int, positions.aminmax())
     if first < 0 or last >= _LONGEST:
         return None
     table = _TABLES.get((rope, dtype))
-    if table is None or last >= table[0].shape[0]:
-        table = _grown(rope, compute, last + 1, dtype)
-    if count == 1:
-        return table[0][first], table[1][first]
-    cos, sin = torch.embedding(table[0], rows), torch.embedding(table[1], rows)
-    return (cos, sin) if rows.dim() == 1 else (cos.unsqueeze(-3), sin.unsqueeze(-3))
+    return (
+        _grown(rope, compute, last + 1, dtype) if table is None or last >= len(table[0]) else table
+    )
 
 
 def read_row(rope: Any, compute: Compute, position: int) -> Pair:

@@ -15,6 +15,8 @@ import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import regard.hf
+from layers import scattered
+from regard.convert import as_latent
 from regard.hf.running import decoder_layers
 from regard.hf.running.binding import function_of, is_bound
 from regard.hf.running.decoder_layers import bind_layers
@@ -174,7 +176,53 @@ def test_hooks_that_stay_cost_no_new_plan(monkeypatch, chains):
     monkeypatch.setattr(decoder_layers, "_new_plan", None)
     chains.clear()
     logits_of(model)
-    assert {*chains} == {2}  # attention by its module, then the MLP
+    assert {*chains} == {2, 3}  # the prompt's attention by its module, that of steps by chains
+    assert chains[-4:] == [3, 3, 3, 3]
+
+
+def with_latents(**changed):
+    """A model whose attention reads a joint latent."""
+    model = model_of("Llama", **changed)
+    shipped = [regard.hf.attention_of(layer.self_attn) for layer in model.model.layers]
+    return regard.hf.place(model, [scattered(as_latent(each)) for each in shipped])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_joint_latents_are_projected_by_chains(batch, biased, chains):
+    model = with_latents(attention_bias=biased)
+    shipped = logits_of(model, DynamicCache(config=model.config), batch=batch)
+    assert not chains
+    regard.hf.install(model)
+    for cache in (None, DynamicCache(config=model.config)):
+        chains.clear()
+        assert_same(logits_of(model, cache, batch=batch), shipped)
+        assert chains[-4:] == [2, 3, 2, 3]
+        assert None not in chains
+
+
+def test_joint_latents_return_weights_where_they_are_wanted(chains):
+    model = with_latents()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(TOKENS[:1, :4], output_attentions=True).attentions
+        regard.hf.install(model)
+        found = model(TOKENS[:1, :4], output_attentions=True).attentions
+    assert len(found) == len(wanted) == 2
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "kv_a_proj", "o_proj", "self"])
+def test_hooks_on_joint_latents_see_every_step(name, chains):
+    model, seen = with_latents(), []
+    regard.hf.install(model)
+    logits_of(model)
+    attention = model.model.layers[0].self_attn
+    hooked = attention if name == "self" else attention.get_submodule(name)
+    hooked.register_forward_hook(lambda module, given, out: seen.append(1))
+    logits_of(model)
+    assert len(seen) == 1 + STEPS
 
 
 def replaced(layer):

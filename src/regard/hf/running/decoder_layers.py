@@ -19,9 +19,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from regard.hf.families.recognising import known_family
 from regard.hf.families.sources import text_of
 from regard.hf.families.table import Family
-from regard.hf.running import heads
+from regard.hf.placing.placed import PlacedLatentKV
+from regard.hf.running import heads, latent
 from regard.hf.running.binding import bind, function_of
-from regard.hf.running.calls import arrive
+from regard.hf.running.calls import arrive, weights_wanted
 from regard.hf.running.products import forward as product
 from regard.hf.running.products import gains
 from regard.hf.running.steps import repeated_step
@@ -82,10 +83,15 @@ def _step(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor | None:
-    """The merged outputs of the heads `[B, 1, H Dv]`, in a decoding step like the one before; None,
-    and the cache is as before, in other calls."""
+    """The merged outputs of the heads `[B, L, H Dv]`: of a joint latent, or in a decoding step like
+    the one before; None, and the cache is as before, in other calls."""
     attention = layer._modules["self_attn"]
     family, given = arrive(attention, (), given)
+    if type(attention) is PlacedLatentKV:
+        projected = None if weights_wanted(given) else plan.before.run(x)
+        if projected is None:
+            return None
+        return latent.merged_joint(family, attention, x, projected, given)[0]
     same, children = repeated_step(family, attention, x, given), family.project.children
     projected = None if same is None else plan.before.run(x)
     if same is None or children is None or projected is None:
@@ -98,10 +104,10 @@ class Plan(NamedTuple):
     """The chains of a layer's products. All are None of a layer with a module that is not plain."""
 
     # the children, forwards, parameters and constants that it was made of, each as a dictionary, a
-    # key and the value; and whether a dictionary of hooks has any. A layer with another value, or
-    # with other hooks, has another plan
+    # key and the value; and how many hooks a dictionary has. A layer with another value, or with
+    # more hooks or fewer, has another plan
     entries: Sequence[tuple[dict[str, Any], str, Any]] = ()
-    hooks: Sequence[tuple[dict[int, Any], bool]] = ()
+    hooks: Sequence[tuple[dict[int, Any], int]] = ()
     mlp: Any = None  # the gated MLP of hidden states, added to them
     # the projections of hidden states to queries, keys and values; the projection of merged heads,
     # and the MLP after it. None of an attention that computes more before and after its heads
@@ -113,7 +119,7 @@ class Plan(NamedTuple):
         for entry, key, value in self.entries:
             if entry.get(key) is not value:
                 return False
-        return all(bool(hooks) is had for hooks, had in self.hooks)
+        return all(len(hooks) == had for hooks, had in self.hooks)
 
 
 _plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
@@ -142,7 +148,7 @@ def _facts(layer: Any) -> tuple[list[Any], list[Any]]:
         constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
         entries += [(own, name, own.get(name)) for name in constants]
         entries += [(parameters, name, parameters[name]) for name in parameters]
-        hooks += [(each, bool(each)) for each in (module._forward_hooks, module._forward_pre_hooks)]
+        hooks += [(each, len(each)) for each in (module._forward_hooks, module._forward_pre_hooks)]
     return entries, hooks
 
 
@@ -164,7 +170,8 @@ def _new_plan(layer: Any) -> Plan:
     before = after = None
     if projections := _projections(layer.self_attn):
         *into, out = (Matrix(each.weight, each.bias) for each in projections)
-        before = prepare(1, 3, *(Product(1, x, i, norm=first) for i, x in enumerate(into, 2)))
+        products = (Product(1, x, i, norm=first) for i, x in enumerate(into, 2))
+        before = prepare(1, len(into), *products)
         after = prepare(
             2,
             1,
@@ -197,7 +204,13 @@ def _parts(layer: Any) -> tuple[Any, ...] | None:
 def _projections(attention: Any) -> tuple[nn.Linear, ...]:
     """The linear layers of queries, keys, values and outputs, if they are plain and all that the
     attention computes before and after its heads, but for norms of them; else none."""
-    if function_of(attention, "forward") is not heads.forward or _has_hooks(attention):
+    own = attention._modules
+    if not all(map(_collects, attention._forward_hooks.values())) or attention._forward_pre_hooks:
+        return ()
+    if type(attention) is PlacedLatentKV and "forward" not in vars(attention):
+        children = tuple(own[name] for name in ("q_proj", "kv_a_proj", "o_proj"))
+        return children if all(map(_is_plain, children)) else ()
+    if function_of(attention, "forward") is not heads.forward:
         return ()
     family, default = known_family(attention), Family("")
     names = family.project.children
@@ -205,7 +218,6 @@ def _projections(attention: Any) -> tuple[nn.Linear, ...]:
         return ()
     if family.gate is not default.gate or family.output is not default.output:
         return ()
-    own = attention._modules
     children = tuple(own[name] for name in (names.q, names.k, names.v, "o_proj"))
     return children if all(map(_is_plain, children)) else ()
 
@@ -227,6 +239,11 @@ def _is_plain(layer: Any) -> bool:
     if type(layer) is not nn.Linear or _has_hooks(layer):
         return False
     return "forward" not in vars(layer) or function_of(layer, "forward") is product
+
+
+def _collects(hook: Any) -> bool:
+    """Whether a hook is transformers' own, which collects weights where a caller wants them."""
+    return bool(hook.__module__ == "transformers.utils.output_capturing")
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ regard's caches hold the latent and its positions, exactly. transformers' own ho
 keys go and nothing where values go; positions are then counted from the slots.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
+from regard.hf.families.table import Family
 from regard.hf.running.calls import (
     CachedKeys,
     appended,
@@ -29,6 +31,7 @@ from regard.hf.running.calls import (
 )
 from regard.hf.running.masks import Visible
 from regard.layers.attending import Keys
+from regard.layers.construct import normed_heads
 from regard.layers.inputs import check_int32
 from regard.layers.latent_forms import Expanded, Form, choose_form, project_latent
 from regard.layers.latent_kv import as_stream
@@ -84,18 +87,31 @@ def _read(
 def forward_joint(self: Any, x: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
     """Attention over latents, called as transformers calls its attention."""
     family, given = arrive(self, args, given)
-    cache, positions = given.get(family.cache), given.get("position_ids")
+    merged, weights = merged_joint(family, self, x, (self.q_proj(x), self.kv_a_proj(x)), given)
+    return family.output(self, merged), weights
+
+
+def merged_joint(
+    family: Family,
+    self: Any,
+    x: Float[Tensor, "B L E"],
+    projected: tuple[Tensor, ...],
+    given: Mapping[str, Any],
+) -> tuple[Float[Tensor, "B L HD"], Tensor | None]:
+    """The outputs of all heads, merged, of projected queries `[B, L, H D]` and latents; and the
+    weights if the caller wants them."""
+    (q, latent), cache, positions = projected, given.get(family.cache), given.get("position_ids")
     check_int32(positions)
     positions = positions_of_queries(x, positions, cache, self.layer_idx)
     positions = positions.to(torch.int32)
-    q = family.rotate(self, self.queries(x), positions)
-    latent = self.kv_a_proj(x)
+    q = normed_heads(self.q_norm, q, self.head_dim, width=self.norm_width)
+    q = family.rotate(self, q, positions)
     stored = _stored(cache, self, latent, positions)
     at = visible_in(family, self, given, q.shape[2], stored.num_keys)
-    keys, options = stored.rebuilt(at, self.rebuild), options_of(family, self)
+    form, options = self.choose(q.shape[2], stored.attending), options_of(family, self)
     options |= {"attending": stored.attending}
-    heads, weights, _ = attended(q, keys, at, given, **options)
-    return family.output(self, merge_heads(heads)), weights
+    heads, weights, _ = attended(q, stored.rebuilt(at, form.rebuild), at, given, **options)
+    return merge_heads(form.output(heads)), weights
 
 
 def _stored(

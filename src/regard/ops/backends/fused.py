@@ -32,6 +32,7 @@ from regard.ops.estimates import mask_seconds
 from regard.ops.mask_tensors import addend_once
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import GATHERED
+from regard.ops.rebuilt_keys import RebuiltKeys
 from regard.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
@@ -115,7 +116,20 @@ def reads_pages(stored: Sequence[AnyStream]) -> bool:
     )
 
 
-READS: Reads = {QuantizedStream: lambda streams: True, PagedStream: reads_pages}
+def reads_latents(stored: Sequence[AnyStream]) -> bool:
+    """Whether the kernel computes keys from these latents, and reads the values beside them."""
+    k, v = stored
+    if not isinstance(k, RebuiltKeys) or not isinstance(v, Tensor):
+        return False
+    plain = all(_is_plain(x) for x in (k.latents, k.positions, v))
+    return plain and k.tables is not None and k.tables[0].shape[1] // 2 % _LANES == 0
+
+
+READS: Reads = {
+    QuantizedStream: lambda streams: True,
+    PagedStream: reads_pages,
+    RebuiltKeys: reads_latents,
+}
 
 
 def _output(call: Call, out: Tensor, lse: Tensor) -> Tensor:
@@ -138,6 +152,8 @@ def _attend(call: Call, q: Tensor, k: AnyStream, v: AnyStream) -> tuple[Tensor, 
     if isinstance(k, PagedStream):
         assert isinstance(v, PagedStream)
         return _attend_pages(call, q, k, v)
+    if isinstance(k, RebuiltKeys):
+        return _attend_latents(call, q, k, to_tensor(v))
     from regard.ops.kernels.launching import decode
 
     rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), addend_once(call, _addend)
@@ -169,6 +185,23 @@ def _attend_pages(call: Call, q: Tensor, k: PagedStream, v: PagedStream) -> tupl
     found = merge(*(_piece(call, q, (k, v), at) for at in range(0, keys, _PIECE)))
     heads = call.num_kv_heads
     return fold_heads(found.out, heads), fold_heads(found.lse.unsqueeze(-1), heads).squeeze(-1)
+
+
+def _attend_latents(call: Call, q: Tensor, k: RebuiltKeys, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend to keys that the kernel computes from latents. Where the output is not finite, hidden
+    tokens may be the reason: the keys are then computed before."""
+    from regard.ops.kernels.launching import decode
+    from regard.ops.kernels.tiles import Latents
+
+    rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), addend_once(call, _addend)
+    weights = k.weights.detach().unflatten(0, (k.heads, -1)).mT.float().contiguous()
+    assert k.tables is not None, "reads_latents has found them"
+    latents = Latents(weights, k.positions, *k.tables)
+    stored, v = (_columns_together(x) for x in (k.latents.expand(-1, k.heads, -1, -1), v))
+    out, lse = decode(rows, stored, v, scale=call.scale, bias=bias, latents=latents)
+    if is_everything(call.mask) or is_finite(out):
+        return out, lse
+    return _attend(call, q, k.to_tensor(), v)
 
 
 def _piece(call: Call, q: Tensor, streams: tuple[PagedStream, PagedStream], start: int) -> Partial:

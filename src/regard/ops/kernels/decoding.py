@@ -15,7 +15,7 @@ import numpy as np
 from numba import carray, types
 
 from regard.compiling import compiled_from, part
-from regard.ops.kernels import gathering, intrinsics, tiles, vectors
+from regard.ops.kernels import gathering, intrinsics, rebuilding, tiles, vectors
 from regard.ops.kernels.gathering import (
     add_weighted,
     add_weighted_and_prefetch,
@@ -43,6 +43,7 @@ from regard.ops.kernels.intrinsics import (
     store_row,
     visible_keys,
 )
+from regard.ops.kernels.rebuilding import rebuild_keys
 from regard.ops.kernels.tiles import HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
@@ -70,7 +71,7 @@ def kernel(tile: Tile) -> Any:
             if finished == ranges - 1:
                 merge(tile, call, padded, pair, part_bytes)
 
-    return compiled_from(decode, SIGNATURE, gathering, intrinsics, tiles, vectors)
+    return compiled_from(decode, SIGNATURE, gathering, intrinsics, rebuilding, tiles, vectors)
 
 
 @part
@@ -109,6 +110,12 @@ def attend(tile, call, padded, pair, first, queries, part):
         v, of_v = values + at * v_stride, v_scales + at * v_pace
         apart = 0 if tile.k_by_page else k_pace  # from the scales of a key to those of the next
         k, k_read = floating_keys(tile, count, k, k_stride, of_k, apart, floating)
+        if tile.k_rebuilt:
+            place = call.positions + 4 * (batch * call.positions_batch + at * call.positions_row)
+            weights = call.weights + 4 * head * tile.width * tile.rank
+            rebuild_keys(tile, count, k, k_read, weights, call.cos, call.sin, place,
+                         4 * call.positions_row, floating)  # fmt: skip
+            k, k_read = floating, 4 * tile.width
         score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, scores)
         softmax(tile, call, padded, count, bias, scores, part)
         v, v_read = floating_values(tile, count, v, v_stride, of_v, v_pace, floating)

@@ -23,6 +23,7 @@ from regard.ops.kernels.tiles import (
     Decode,
     Format,
     KeyPages,
+    Latents,
     Tile,
     tile_for,
 )
@@ -42,6 +43,7 @@ def decode(
     width: int | None = None,
     lanes: int | None = None,
     pages: KeyPages | None = None,
+    latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -52,20 +54,27 @@ def decode(
     longest that fits the machine and the widths. Widths are multiples of the lanes (of twice as
     many for `width` in bfloat16, of 16 for 6-bit and 4-bit codes); last dimensions are contiguous;
     S > 0. With `pages`, keys and values are `[1, G, tokens, W]`, and those of a sequence are found
-    through its row of the table.
+    through its row of the table. With `latents`, keys are latents `[B, G, S, R]`, and they are
+    computed from these and rotated.
     """
     (b, g, m, d), s = q.shape, _tensor(k).shape[2] if pages is None else pages.keys
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
     dv = (width or d) if v is None else _width(v)
-    lanes = lanes_for(d, dv, dtype, joined=v is None) if lanes is None else lanes
+    stored, turned = (d, 0) if latents is None else (_width(k), latents.cos.shape[1])
+    if lanes is None:
+        lanes = math.gcd(lanes_for(d, dv, dtype, joined=v is None), turned // 2)
     _check_sizes(s, d, dv, dtype, joined=v is None, lanes=lanes)
     q_at = place_of("q", q, dtype, (b, g, m, d))
     held = (b, g, s) if pages is None else (1, g, _tensor(k).shape[2])
     size = 0 if pages is None else pages.size
-    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, d), size)
+    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, stored), size)
     v_form, v_at, v_scales = k_form, k_at, NOWHERE
     if v is not None:
         v_form, v_at, v_scales = _stream("v", v, dtype, (*held, dv), size)
+    latents_at = NO_LATENTS
+    if latents is not None:
+        latents_at = _latents(latents, (b, g, s, d, stored), lanes)
+        k_form = k_form._replace(rank=stored, rotated=turned)
     table = NOWHERE if pages is None else _table(pages, b, held[2])
     bias_at = NOWHERE
     if bias is not None:
@@ -80,8 +89,8 @@ def decode(
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
     room = memory(tile, m, b * g, ranges, threads)[:3]
-    data = Decode(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *bias_at,
-                     out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
+    data = Decode(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *latents_at,
+                  *bias_at, out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
     launch(address, PACKED.pack(*data), threads)
     return out, lse
 
@@ -128,6 +137,7 @@ def _check_sizes(
 
 Place = tuple[int, int, int, int]  # an address; the strides of batch, heads and rows
 NOWHERE: Place = (0, 0, 0, 0)  # of what a call does not have
+NO_LATENTS = (0, 0, 0, 0, 0, 0)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -218,6 +228,23 @@ def _table(pages: KeyPages, batch: int, tokens: int) -> Place:
     if low < 0 or (high + 1) * size > tokens:
         _refuse(f"pages {low} to {high} of {size} tokens are not within {tokens} tokens")
     return table.data_ptr(), table.stride(0), size, skipped
+
+
+def _latents(
+    latents: Latents, sizes: tuple[int, int, int, int, int], lanes: int
+) -> tuple[int, int, int, int, int, int]:
+    """The addresses of weights, tables and positions, and the strides of these."""
+    b, g, s, d, rank = sizes
+    weights, positions, cos, sin = latents
+    turned = cos.shape[1]
+    if rank % lanes or turned > d or (turned // 2) % lanes or not is_plain(cos, sin):
+        _refuse(f"latents and half the rotated channels are multiples of {lanes}, got {rank} and "
+                f"{turned} of {d}")  # fmt: skip
+    assert cos.shape == sin.shape and cos.is_contiguous() and sin.is_contiguous()
+    assert weights.is_contiguous()
+    at = place_of("weights", weights[None], torch.float32, (1, g, rank, d))[0]
+    where = place_of("positions", positions, torch.int32, (b, 1, s, 1))
+    return at, cos.data_ptr(), sin.data_ptr(), where[0], where[1], where[3]
 
 
 def _refuse(why: str) -> NoReturn:

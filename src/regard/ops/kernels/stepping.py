@@ -19,6 +19,7 @@ from regard.ops.kernels.appending import widens
 from regard.ops.kernels.encoding import NUMBERS, Codes, mixing, stored_as
 from regard.ops.kernels.launching import (
     LOG2E,
+    NO_LATENTS,
     NOWHERE,
     Place,
     compiled,
@@ -111,7 +112,8 @@ class Plan(NamedTuple):
         out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
         data = PACKED.pack(
             b, g, m, length + 1, rotated, h * d, m * d, d, *at[3], *at[4], *at[5], *at[6],
-            *NOWHERE, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys, scale * LOG2E,
+            *NOWHERE, *NO_LATENTS, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys,
+            scale * LOG2E,
         )  # fmt: skip
         launch(self.address, data, threads)
         if self.values.rotated:

@@ -29,6 +29,8 @@ class Format(NamedTuple):
     bits: int  # of an element: 32 of float32, 16 of bfloat16, 8, 6 or 4 of codes
     group: int = 0  # channels that have one scale and one zero; 0 of floating point
     by_page: bool = False  # the tokens of a page have the same scales and zeros
+    rank: int = 0  # numbers of the latent that a key is computed from; 0 of keys that are stored
+    rotated: int = 0  # channels of such a key that are rotated: the first ones
 
     @property
     def quantized(self) -> bool:
@@ -36,13 +38,18 @@ class Format(NamedTuple):
         return self.group > 0
 
     @property
+    def rebuilt(self) -> bool:
+        """Whether elements are products with latents; a block of keys at a time is computed."""
+        return self.rank > 0
+
+    @property
     def item(self) -> int:
         """Bytes of one element of the tensor; a tensor of codes is one of bytes."""
         return max(1, self.bits // 8)
 
     def bytes(self, width: int) -> int:
-        """Bytes of a row of so many elements."""
-        return -(-width * self.bits // 8)
+        """Bytes of a row of so many elements, or of its latent."""
+        return -(-(self.rank or width) * self.bits // 8)
 
 
 FLOAT32, BFLOAT16 = Format(32), Format(16)
@@ -95,6 +102,11 @@ class Tile(NamedTuple):
         return self.v.quantized and not self.joined
 
     @property
+    def k_rebuilt(self) -> bool:
+        """Whether keys are computed from latents."""
+        return self.k.rebuilt
+
+    @property
     def k_direct(self) -> bool:
         """Whether keys are codes that are dequantised as they are multiplied."""
         return self.direct and self.k_quantized
@@ -106,13 +118,19 @@ class Tile(NamedTuple):
 
     @property
     def k_read(self) -> int:
-        """Bytes of an element of a key, as it is multiplied: codes are dequantised before."""
-        return 4 if self.k.quantized else self.k.item
+        """Bytes of an element of a key, as it is multiplied: codes are dequantised before, and keys
+        of latents computed."""
+        return 4 if self.k.quantized or self.k.rebuilt else self.k.item
 
     @property
     def v_read(self) -> int:
         """Bytes of an element of a value, as it is multiplied."""
         return 4 if self.v.quantized else self.v.item
+
+    @property
+    def rank(self) -> int:
+        """Numbers of the latent that a key is computed from."""
+        return self.k.rank
 
     @property
     def registers(self) -> int:
@@ -173,9 +191,10 @@ class Tile(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a thread's scratch for a block of keys, or of values, that is dequantised."""
-        widths = self.k.quantized * self.width, self.v.quantized * self.value_width
-        return 4 * self.block * max(widths)
+        """Bytes of a thread's scratch for a block of keys, or of values, that is dequantised; of
+        rebuilt keys, beside their latents in float32."""
+        keys = (self.k.quantized or self.k.rebuilt) * self.width + self.k.rank
+        return 4 * self.block * max(keys, self.v.quantized * self.value_width)
 
     def padded(self, rows: int) -> int:
         """`rows` rounded up to whole tiles."""
@@ -215,6 +234,7 @@ def tile_for(
     codes = k.quantized or v.quantized
     direct = codes and not joined and rows == in_tile and width <= UNROLLED[lanes]
     block = next((x for x in (16, 32) if x * k.bytes(width) >= BLOCK_BYTES), 64)
+    block = 64 if k.rebuilt else block
     if page:
         block = next((x for x in (64, 32) if x <= block and page % x == 0), 16)
     return Tile(
@@ -229,6 +249,15 @@ class KeyPages(NamedTuple):
     size: int  # tokens of a page: page i is the tokens from i * size on
     skipped: int  # tokens of the first page that are no keys
     keys: int  # of each sequence, S
+
+
+class Latents(NamedTuple):
+    """What keys are computed from, beside the latents."""
+
+    weights: Any  # [G, R, D] in float32, contiguous
+    positions: Any  # [B, 1, S, 1] in int32, each a row of the tables
+    cos: Any  # [P, rotated] in float32
+    sin: Any  # the same, negative in the first of a pair's channels
 
 
 class Decode(NamedTuple):
@@ -262,6 +291,12 @@ class Decode(NamedTuple):
     table_batch: int
     page: int  # tokens of a page; page i of a tensor is its tokens from i * page on
     skipped: int  # tokens of the first page of a sequence that are no keys of the call
+    weights: int  # address of the weights [G, R, D] in float32 that rebuild keys; 0 of other keys
+    cos: int  # address of the cosines [P, rotated] in float32 of positions 0 to P - 1
+    sin: int  # address of the sines, of which the first of a pair is negative
+    positions: int  # address of the positions [B, S] of the keys in int32
+    positions_batch: int
+    positions_row: int
     bias: int  # address of the bias [B, G, M, S] in float32; 0 where the tile has none
     bias_batch: int
     bias_head: int

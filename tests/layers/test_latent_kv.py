@@ -18,7 +18,7 @@ from regard import (
 )
 from regard.convert import as_latent
 from regard.layers.attending import Attending
-from regard.layers.latent_kv import Absorbed, Rebuilt
+from regard.layers.latent_kv import AbsorbedValues, RebuiltValues
 
 WIDTH, LENGTH = 10, 7
 SIZES = {"num_kv_heads": 2, "head_dim": 6, "kv_lora_rank": 5}
@@ -132,7 +132,7 @@ def test_absorbed_values_are_the_values(queries, norm):
     for layer, cached in ((gqa, own), (latent, cache)):
         layer(x, cache=cached)
     form = latent.choose(queries, cache)
-    assert type(form) is (Rebuilt if queries == LENGTH else Absorbed)
+    assert type(form) is (RebuiltValues if queries == LENGTH else AbsorbedValues)
     more = x_of()[:, :queries]
     assert_same(latent(more, cache=cache), gqa(more, cache=own))
 
@@ -141,7 +141,7 @@ def test_absorbed_values_are_the_values(queries, norm):
 def test_both_forms_show_nothing_to_a_row_that_sees_nothing():
     latent, x = layer_of(), x_of()
     hidden = Padding(torch.tensor([[False] * LENGTH, [True] * LENGTH]))
-    for form in (Absorbed, Rebuilt):
+    for form in (AbsorbedValues, RebuiltValues):
         latent.choose = lambda queries, cache, form=form: form(latent)
         out = latent(x, mask=hidden)
         assert not out[0].any()
@@ -151,7 +151,7 @@ def test_both_forms_show_nothing_to_a_row_that_sees_nothing():
 def test_gradients_flow_through_absorbed_values():
     gqa, latent = same_attention()
     x = x_of()[:, :1].requires_grad_()
-    assert type(latent.choose(1, NO_CACHE)) is Absorbed
+    assert type(latent.choose(1, NO_CACHE)) is AbsorbedValues
     wanted, own = (torch.autograd.grad(each(x).square().sum(), x)[0] for each in (gqa, latent))
     assert_same(own, wanted)
 
@@ -160,14 +160,14 @@ def test_values_that_cannot_be_absorbed_are_rebuilt():
     def form(layer):
         return type(layer.choose(1, NO_CACHE))
 
-    assert form(layer_of()) is Absorbed
-    assert form(layer_of(bias=True)) is Rebuilt  # a row that sees nothing has no value
+    assert form(layer_of()) is AbsorbedValues
+    assert form(layer_of(bias=True)) is RebuiltValues  # a row that sees nothing has no value
     hooked = layer_of()
     hooked.kv_b_proj.register_forward_hook(lambda module, given, out: 2 * out)
-    assert form(hooked) is Rebuilt
+    assert form(hooked) is RebuiltValues
     with torch.autocast("cpu", torch.bfloat16):
-        assert form(layer_of()) is Rebuilt
-    assert type(layer_of().choose(1, Attending())) is Rebuilt  # ranks split the heads
+        assert form(layer_of()) is RebuiltValues
+    assert type(layer_of().choose(1, Attending())) is RebuiltValues  # ranks split the heads
 
 
 def test_a_norm_of_ones_own_is_given_the_size_of_a_head():

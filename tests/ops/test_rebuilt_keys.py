@@ -5,9 +5,10 @@ import torch
 
 from regard import NO_ROPE, Causal, Part, Rotary, Span, prepare
 from regard.cache.parts import Stream, streams_of
+from regard.layers.latent_kv import tables_of
 from regard.masks import Padding
 from regard.ops.backends import fused
-from regard.ops.rebuilt_keys import RebuiltKeys, tables_of
+from regard.ops.rebuilt_keys import RebuiltKeys
 from regard.rope import NTK
 
 BATCH, HEADS, TOKENS, RANK, WIDTH = 2, 3, 70, 24, 16

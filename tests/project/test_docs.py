@@ -100,6 +100,7 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("decode_mla.py --rounds 1 --past 16", marks=SLOW),
         pytest.param("distributed.py --small --rounds 1 --bytes 4096", marks=SLOW),
         pytest.param("masks.py --rounds 1 --length 300", marks=SLOW),
+        pytest.param("joint_latent.py --rounds 1 --contexts 16", marks=SLOW),
         pytest.param("linear_layers.py --rounds 1 --tokens 1 32 --dtypes bfloat16", marks=SLOW),
         pytest.param("memory.py --length 64 --kinds causal", marks=SLOW),
         pytest.param("prefill.py --rounds 1 --lengths 33", marks=SLOW),

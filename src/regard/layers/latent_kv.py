@@ -33,8 +33,8 @@ from regard.masks import EVERYTHING, Mask
 from regard.matrices import matrix_of, multiply
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
-from regard.ops.rebuilt_keys import RebuiltKeys, tables_of
-from regard.rope import NO_ROPE, Rope
+from regard.ops.rebuilt_keys import RebuiltKeys, Tables
+from regard.rope import NO_ROPE, Rope, Rotary
 from regard.tracing import is_autocast, is_immediate
 
 _WIDE = 2  # times as long: a weighted sum of latents, to a product of as many numbers
@@ -162,20 +162,23 @@ class LatentKVAttention(nn.Module, Settings):
         """Queries and keys of a call, for which the cache does not change."""
         q, latent = self.project(x)
         where = at.positions.to(torch.int32)
-        q, parts = self.rope.rotate(q, where), at.cache.peek(latent, as_stream(where, x.shape[0]))
+        q = self.rope.rotate(q, where)
+        parts = at.cache.peek(latent, as_stream(where, x.shape[0]))
         return q, rebuild(parts, at, self.choose(x.shape[1], at.cache).rebuild)
 
     def choose(self, queries: int, cache: object) -> "Form":
         """The form of the values that is less work for so many queries."""
         if isinstance(cache, Attending) or absorption_objection(self.kv_b_proj) is not None:
-            return Rebuilt(self)
+            return RebuiltValues(self)
         if not matrix_of(self.kv_b_proj).is_cpu or is_autocast("cpu"):
-            return Rebuilt(self)  # kernels of a GPU take values as wide as keys; autocast, products
+            return RebuiltValues(
+                self
+            )  # kernels of a GPU take values as wide as keys; autocast, products
         if torch.compiler.is_exporting():
-            return Rebuilt(self)  # one program serves every length
+            return RebuiltValues(self)  # one program serves every length
         wider = queries * self.num_heads * (self.kv_lora_rank - self.head_dim)
         saved = self.num_kv_heads * self.head_dim * self.kv_lora_rank
-        return Absorbed(self) if _WIDE * wider <= saved else Rebuilt(self)
+        return AbsorbedValues(self) if _WIDE * wider <= saved else RebuiltValues(self)
 
     def queries(self, x: Float[Tensor, "B L E"]) -> Float[Tensor, "B H L D"]:
         """Queries of every head, normed, before rotation."""
@@ -195,7 +198,7 @@ def as_stream(positions: Int[Tensor, "*B L"], batch: int) -> Int[Tensor, "B 1 L 
     return positions.expand(batch, positions.shape[-1])[:, None, :, None]
 
 
-class Rebuilt(NamedTuple):
+class RebuiltValues(NamedTuple):
     """Keys and values of every head, from one product with the latents."""
 
     layer: LatentKVAttention
@@ -215,7 +218,7 @@ class Rebuilt(NamedTuple):
         return out
 
 
-class Absorbed(NamedTuple):
+class AbsorbedValues(NamedTuple):
     """Keys of every head; the latents, which all heads share, in place of values."""
 
     layer: LatentKVAttention
@@ -239,7 +242,7 @@ class Absorbed(NamedTuple):
         return unfold_heads(found, queries)
 
 
-Form = Rebuilt | Absorbed
+Form = RebuiltValues | AbsorbedValues
 
 
 def _weights(layer: LatentKVAttention) -> tuple[Tensor, Tensor]:
@@ -262,3 +265,12 @@ def _read_keys(layer: LatentKVAttention, latent: Tensor, positions: Tensor) -> A
         return _keys(layer, multiply(latent.squeeze(1), weights.mT), positions)
     tables = tables_of(layer.rope, positions)
     return RebuiltKeys(latent, positions, weights, layer.num_kv_heads, layer.rope, tables)
+
+
+def tables_of(rope: Rope, positions: Tensor) -> Tables | None:
+    """The tables by which a kernel rotates keys at these positions; None where it cannot."""
+    if rope is NO_ROPE:
+        return (empty := torch.empty(1, 0, dtype=torch.float32, device="cpu")), empty
+    if type(rope) is not Rotary or rope.pairing != "halves":
+        return None
+    return rope.table(positions)

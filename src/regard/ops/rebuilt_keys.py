@@ -4,17 +4,22 @@ A kernel may compute a block of them where it needs them, so that they are never
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.heads import split_heads
 from regard.matrices import multiply
-from regard.rope import NO_ROPE, Rope, Rotary
 
 Tables = tuple[Tensor, Tensor]  # cosines and signed sines of positions, `[P, rotated]`
+
+
+class Rotates(Protocol):
+    """A rope, as rebuilt keys need it."""
+
+    def rotate(self, x: Float[Tensor, "B H L D"], positions: Tensor) -> Float[Tensor, "B H L D"]:
+        """Rotate keys at positions `[B, L]`."""
 
 
 class RebuiltKeys(NamedTuple):
@@ -34,7 +39,7 @@ class RebuiltKeys(NamedTuple):
     positions: Int[Tensor, "B 1 S 1"]
     weights: Float[Tensor, "GD R"]
     heads: int
-    rope: Rope
+    rope: Rotates
     tables: Tables | None = None
 
     @property
@@ -96,12 +101,3 @@ class RebuiltKeys(NamedTuple):
     def cuts(self, most: int) -> Iterator[tuple[int, int]]:
         """The range of all tokens, which is not copied."""
         yield 0, self.latents.shape[2]
-
-
-def tables_of(rope: Rope, positions: Tensor) -> Tables | None:
-    """The tables of `RebuiltKeys` with this rope at these positions."""
-    if rope is NO_ROPE:
-        return (empty := torch.empty(1, 0, dtype=torch.float32, device="cpu")), empty
-    if type(rope) is not Rotary or rope.pairing != "halves":
-        return None
-    return rope.table(positions)

@@ -14,7 +14,7 @@ from regard.distributed.tensor.heads import share_of, split_of
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_forms import Expanded, Form
-from regard.layers.latent_kv import LatentKVAttention, Rebuilt, as_stream
+from regard.layers.latent_kv import LatentKVAttention, RebuiltValues, as_stream
 from regard.masks import Mask, Span
 from regard.rope import Rope
 
@@ -113,7 +113,7 @@ def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:
     q, latent = layer.project(x)
     where = call.positions.to(torch.int32)
     streams = latent, as_stream(where, x.shape[0])
-    made = making_keys(layer, Rebuilt(layer).rebuild)
+    made = making_keys(layer, RebuiltValues(layer).rebuild)
     q = layer.rope.rotate(q, where)
     return Sending(q, streams, lambda out: out, made)
 

@@ -18,14 +18,14 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from regard.hf.families.recognising import known_family
 from regard.hf.families.sources import text_of
-from regard.hf.families.table import Family
-from regard.hf.placing.placed import PlacedLatentKV
+from regard.hf.families.table import Family, is_placed
 from regard.hf.running import heads, latent
 from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import arrive, weights_wanted
 from regard.hf.running.products import forward as product
 from regard.hf.running.products import gains
 from regard.hf.running.steps import repeated_step
+from regard.layers.latent_kv import LatentKVAttention
 from regard.layers.query_scale import UNSCALED
 from regard.matrices import MOST_ROWS
 from regard.ops.backends.fused import is_installed
@@ -87,7 +87,7 @@ def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor
     the one before; None, and the cache is as before, in other calls."""
     attention = layer._modules["self_attn"]
     family, given = arrive(attention, (), given)
-    if type(attention) is PlacedLatentKV:
+    if _is_joint(attention):
         projected = None if weights_wanted(given) else plan.before.run(x)
         if projected is None:
             return None
@@ -207,7 +207,7 @@ def _projections(attention: Any) -> tuple[nn.Linear, ...]:
     own = attention._modules
     if not all(map(_collects, attention._forward_hooks.values())) or attention._forward_pre_hooks:
         return ()
-    if type(attention) is PlacedLatentKV and "forward" not in vars(attention):
+    if _is_joint(attention) and "forward" not in vars(attention):
         children = tuple(own[name] for name in ("q_proj", "kv_a_proj", "o_proj"))
         return children if all(map(_is_plain, children)) else ()
     if function_of(attention, "forward") is not heads.forward:
@@ -223,6 +223,10 @@ def _projections(attention: Any) -> tuple[nn.Linear, ...]:
 
 
 # ---- which layers ----
+
+
+def _is_joint(attention: Any) -> bool:
+    return is_placed(attention) and isinstance(attention, LatentKVAttention)
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from layers import (
     latent,
     scattered,
 )
-from regard import KVCache, Span
+from regard import KVCache, Span, matrices
 from regard.layers import latent_forms
 
 
@@ -48,7 +48,7 @@ def test_the_two_forms_are_two():
 def test_absorbed_in_half_precision(products, dtype, tokens, monkeypatch):
     """On a processor with or without products in that dtype: as in float64, to eight independent
     roundings of half an eps, from the input to the output."""
-    monkeypatch.setattr(latent_forms, "_BFLOAT16", products)
+    monkeypatch.setattr(matrices, "_BFLOAT16", products)
     layer = scattered(latent(form="absorbed")).to(dtype)
     wide = latent(form="absorbed").double()
     wide.load_state_dict(layer.state_dict())
@@ -66,11 +66,11 @@ def test_absorbed_in_half_precision(products, dtype, tokens, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_are_summed_in_float32_where_there_are_none(dtype, monkeypatch):
     """The rounded sum is exact to half an ulp; and which dtypes have products is told apart."""
-    monkeypatch.setattr(latent_forms, "_BFLOAT16", False)
+    monkeypatch.setattr(matrices, "_BFLOAT16", False)
     a, b = torch.randn(3, 4, 65).to(dtype), torch.randn(3, 65, 5).to(dtype)
-    assert latent_forms.has_products(a) == (dtype == torch.float32)
+    assert matrices.has_products(a) == (dtype == torch.float32)
     wanted = a.double() @ b.double()
-    error = (latent_forms.multiply(a, b).double() - wanted).abs()
+    error = (matrices.multiply(a, b).double() - wanted).abs()
     assert (error <= wanted.abs() * torch.finfo(dtype).eps / 2 + 1e-4).all()
 
 
@@ -78,7 +78,7 @@ def test_without_products_keys_are_rebuilt_for_fewer_queries(monkeypatch):
     """Rebuilding takes several times as long there, absorbing as long as in float32."""
     layer, chosen = latent().bfloat16(), {}
     for products in (True, False):
-        monkeypatch.setattr(latent_forms, "_BFLOAT16", products)
+        monkeypatch.setattr(matrices, "_BFLOAT16", products)
         chosen[products] = [
             latent_forms.choose_form(layer, Span(keys - n, keys, 0, keys)).name
             for keys in (4, 40, 400)

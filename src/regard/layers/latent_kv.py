@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.cache.parts import AnyStream, streams_of
-from regard.heads import fold_heads, merge_heads, split_heads, unfold_heads
+from regard.heads import group_heads, merge_heads, split_heads, ungroup_heads
 from regard.layers.attending import Attending, Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
@@ -170,12 +170,11 @@ class LatentKVAttention(nn.Module, Settings):
         """The form of the values that is less work for so many queries."""
         if isinstance(cache, Attending) or absorption_objection(self.kv_b_proj) is not None:
             return RebuiltValues(self)
-        if not matrix_of(self.kv_b_proj).is_cpu or is_autocast("cpu"):
-            return RebuiltValues(
-                self
-            )  # kernels of a GPU take values as wide as keys; autocast, products
-        if torch.compiler.is_exporting():
-            return RebuiltValues(self)  # one program serves every length
+        # kernels of a GPU take values as wide as keys; an exported program serves every length
+        if not matrix_of(self.kv_b_proj).is_cpu or torch.compiler.is_exporting():
+            return RebuiltValues(self)
+        if is_autocast("cpu"):  # it casts the input of a product, and no latents that are values
+            return RebuiltValues(self)
         wider = queries * self.num_heads * (self.kv_lora_rank - self.head_dim)
         saved = self.num_kv_heads * self.head_dim * self.kv_lora_rank
         return AbsorbedValues(self) if _WIDE * wider <= saved else RebuiltValues(self)
@@ -228,18 +227,18 @@ class AbsorbedValues(NamedTuple):
         found, layer = [], self.layer
         for part in parts:
             latent, positions = part.streams
-            values = latent.expand(-1, layer.num_kv_heads, -1, -1)
+            values = latent.expand(-1, _num_kv_heads(layer), -1, -1)
             streams = streams_of((_read_keys(layer, latent, positions), values))
             found.append(part._replace(streams=streams))
         return tuple(found)
 
     def output(self, out: Float[Tensor, "B H L R"]) -> Float[Tensor, "B H L D"]:
         """The outputs of the heads, from sums of latents: the weights of the values are applied."""
-        heads, (batch, _, queries, _) = self.layer.num_kv_heads, out.shape
-        weights = _weights(self.layer)[1].unflatten(0, (heads, -1))  # [G, D, R]
-        rows = fold_heads(out, heads).transpose(0, 1).flatten(1, 2)  # the batch as rows
-        found = multiply(rows, weights.mT).unflatten(1, (batch, -1)).transpose(0, 1)
-        return unfold_heads(found, queries)
+        count = _num_kv_heads(self.layer)
+        weights = _weights(self.layer)[1].unflatten(0, (count, -1))  # [G, D, R]
+        rows = group_heads(out, count).transpose(0, 1)  # no weight is copied
+        heads = multiply(rows.flatten(1, 3), weights.mT).unflatten(1, rows.shape[1:4])
+        return ungroup_heads(heads.transpose(0, 1))
 
 
 Form = RebuiltValues | AbsorbedValues
@@ -249,6 +248,11 @@ def _weights(layer: LatentKVAttention) -> tuple[Tensor, Tensor]:
     """`kv_b_proj` as the matrices of all keys and of all values, `[G D, R]`."""
     keys, values = matrix_of(layer.kv_b_proj).chunk(2)
     return keys, values
+
+
+def _num_kv_heads(layer: LatentKVAttention) -> int:
+    """The key heads that the weights make: of split ones, those of this rank."""
+    return _weights(layer)[0].shape[0] // layer.head_dim
 
 
 def _keys(layer: LatentKVAttention, k: Tensor, positions: Tensor) -> Float[Tensor, "B G S D"]:
@@ -264,7 +268,7 @@ def _read_keys(layer: LatentKVAttention, latent: Tensor, positions: Tensor) -> A
     if layer.k_norm is not None or not is_immediate(latent):
         return _keys(layer, multiply(latent.squeeze(1), weights.mT), positions)
     tables = tables_of(layer.rope, positions)
-    return RebuiltKeys(latent, positions, weights, layer.num_kv_heads, layer.rope, tables)
+    return RebuiltKeys(latent, positions, weights, _num_kv_heads(layer), layer.rope, tables)
 
 
 def tables_of(rope: Rope, positions: Tensor) -> Tables | None:

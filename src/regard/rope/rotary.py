@@ -151,8 +151,10 @@ class Rotary:
         return cos.clone(), sin.clone()  # a caller may write to them
 
     def table(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
-        """Cosines and signed sines of all positions from 0 up to these, in float32, as `row` has
-        them; None where none are kept. They are memoised: nobody may write to them."""
+        """Cosines and signed sines of all positions from 0 up to these, as `row` has them.
+
+        They are memoised, so nobody may write to them; None where none are kept.
+        """
         return table_for(self, self._computed, positions, torch.float32)
 
     def angles(

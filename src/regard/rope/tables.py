@@ -25,7 +25,7 @@ def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtyp
     table = table_for(rope, compute, positions, dtype)
     if table is None:
         return None
-    if positions.numel() == 1:  # a decoding step
+    if positions.numel() == 1:
         row = int(positions)
         return table[0][row], table[1][row]
     rows = positions.to(torch.int64)
@@ -47,7 +47,10 @@ def table_for(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtype
         return None
     if not is_immediate(positions):
         return None
-    first, last = [int(positions)] * 2 if count == 1 else map(int, positions.aminmax())
+    if count == 1:  # a decoding step
+        first = last = int(positions)
+    else:
+        first, last = map(int, positions.to(torch.int64).aminmax())
     if first < 0 or last >= _LONGEST:
         return None
     table = _TABLES.get((rope, dtype))

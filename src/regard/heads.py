@@ -52,7 +52,7 @@ def unfold_heads(x: Shaped[Tensor, "B G M X"], num_queries: int) -> Shaped[Tenso
     return x.reshape(batch, groups * (rows // num_queries), num_queries, width)
 
 
-def shared_rotary_dim(elements: float, rope_dim: int, num_kv_heads: int) -> int:
+def shared_rotary_dim(elements: float | int, rope_dim: int, num_kv_heads: int) -> int:
     """Channels of the rotary key that all heads share, if GQA becomes DeepSeek's MLA.
 
     `_ROTARY` of the cache, at most half as many again as the `rope_dim` of a head, and no more than

@@ -65,7 +65,7 @@ def product_objection(module: nn.Module) -> str | None:
     return None
 
 
-def multiply(a: Float[Tensor, "H M K"], b: Float[Tensor, "H K N"]) -> Float[Tensor, "H M N"]:
+def multiply(a: Float[Tensor, "*H M K"], b: Float[Tensor, "*I K N"]) -> Float[Tensor, "*H M N"]:
     """`a @ b`, summed in float32 where the processor has no products of their dtype: torch's own
     loop over elements takes many times as long (`benchmarks/absorbing.py`)."""
     return a @ b if has_products(a) else (a.float() @ b.float()).to(a.dtype)

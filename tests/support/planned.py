@@ -45,10 +45,14 @@ def attentions():
         "GQA-2": changed(num_kv_heads=2),
         "MQA": changed(num_kv_heads=1),
         **{
-            f"MLA({rank}+12), {share} %": changed(
-                num_kv_heads=8, head_dim=24, kv_lora_rank=rank, latent_norm=False
+            f"MLA({rank}+{rotary}), {share} %": changed(
+                num_kv_heads=8,
+                head_dim=12 + rotary,
+                qk_rope_head_dim=rotary,
+                kv_lora_rank=rank,
+                latent_norm=False,
             )
-            for rank, share in ((36, 50), (12, 25))
+            for rank, rotary, share in ((40, 8, 50), (18, 6, 25))
         },
         **{
             name: changed(kv_lora_rank=rank, keys_by_position=True)

@@ -69,6 +69,18 @@ def bound():
     }
 
 
+@torch.no_grad()
+def test_the_kernel_reads_positions_of_any_integers():
+    """transformers' caches have no positions: they are then counted, in int64."""
+    pytest.importorskip("numba")
+    keys, q = keys_of(), torch.randn(BATCH, 6, 1, WIDTH)
+    v, span = keys.latents.expand(-1, HEADS, -1, -1), Span(TOKENS - 1, TOKENS, 0, TOKENS)
+    call = prepare(q, keys.outline, v, span=span, backend="fused")
+    wide = keys._replace(positions=keys.positions.long())
+    one, other = (call.run(q, (Part(0, TOKENS, streams_of((each, v))),)) for each in (keys, wide))
+    assert torch.equal(one, other)
+
+
 def readable(keys, v=None) -> bool:
     values = keys.latents.expand(-1, HEADS, -1, -1) if v is None else v
     return fused.reads_latents((keys, values))

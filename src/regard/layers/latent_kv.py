@@ -263,9 +263,11 @@ def _keys(layer: LatentKVAttention, k: Tensor, positions: Tensor) -> Float[Tenso
 
 def _read_keys(layer: LatentKVAttention, latent: Tensor, positions: Tensor) -> AnyStream:
     """Keys of every head, `[B, G, S, D]`, that are computed when they are read; now, if they are
-    normed or a program is traced."""
+    normed, a program is traced, or the weights want gradients, which no backend asks of a stream.
+    """
     weights = _weights(layer)[0]
-    if layer.k_norm is not None or not is_immediate(latent):
+    trained = torch.is_grad_enabled() and weights.requires_grad
+    if layer.k_norm is not None or trained or not is_immediate(latent):
         return _keys(layer, multiply(latent.squeeze(1), weights.mT), positions)
     tables = tables_of(layer.rope, positions)
     return RebuiltKeys(latent, positions, weights, _num_kv_heads(layer), layer.rope, tables)

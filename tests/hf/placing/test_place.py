@@ -6,7 +6,13 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 import regard.hf
 from joined import joined, random_mla
@@ -17,6 +23,7 @@ from regard.hf.loading.descriptions import described, layer_from
 from regard.hf.placing.place import has_placed_layers, place
 from regard.hf.placing.placed import PlacedLatentKV, PlacedMLA
 from regard.hf.running import calls
+from regard.layers.latent_kv import AbsorbedValues, RebuiltValues
 from tiny import tiny, tokens
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
@@ -435,3 +442,23 @@ def test_a_parameter_that_the_class_does_not_have_is_refused():
 def test_other_modules_are_refused():
     with pytest.raises(TypeError, match="got Linear"):
         place(tiny("llama"), [torch.nn.Linear(2, 2)] * 2)
+
+
+def test_weights_of_keys_are_trained_through_a_step():
+    """Of all parameters they alone want gradients, and the texts are long enough for the kernel."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = LlamaConfig(**sizes, vocab_size=40, num_hidden_layers=1, intermediate_size=32)
+    torch.manual_seed(0)
+    model, gradients = LlamaForCausalLM(config), []
+    place(model, [as_latent(layer) for layer in layers_of(model)])
+    attention = model.requires_grad_(False).model.layers[0].self_attn
+    weight = attention.kv_b_proj.requires_grad_(True).weight
+    for form in (AbsorbedValues, RebuiltValues):
+        attention.choose = lambda queries, cache, form=form: form(attention)
+        weight.grad, cache = None, DynamicCache(config=config)
+        logits(model, input_ids=tokens(1, 1500) % 40, past_key_values=cache)
+        last = model(torch.tensor([[3]]), past_key_values=cache).logits
+        last.square().sum().backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*gradients, **CLOSE)
+    assert all(half.abs().max() > 1e-3 for half in gradients[0].chunk(2))  # of keys, of values

@@ -225,6 +225,19 @@ def test_hooks_on_joint_latents_see_every_step(name, chains):
     assert len(seen) == 1 + STEPS
 
 
+def test_a_hook_in_the_place_of_another_is_called():
+    model, seen = model_of("Llama"), []
+    regard.hf.install(model)
+    with torch.no_grad():
+        model(TOKENS[:1, :1], output_attentions=True)
+    logits_of(model)
+    attention = model.model.layers[0].self_attn
+    attention._forward_hooks.clear()  # transformers' own
+    attention.register_forward_hook(lambda module, given, out: seen.append(1))
+    logits_of(model)
+    assert len(seen) == 1 + STEPS
+
+
 def replaced(layer):
     layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach() / 3)
 

@@ -104,10 +104,10 @@ class Plan(NamedTuple):
     """The chains of a layer's products. All are None of a layer with a module that is not plain."""
 
     # the children, forwards, parameters and constants that it was made of, each as a dictionary, a
-    # key and the value; and how many hooks a dictionary has. A layer with another value, or with
-    # more hooks or fewer, has another plan
+    # key and the value; and the numbers of the hooks in a dictionary. A layer with another value,
+    # or with other hooks, has another plan
     entries: Sequence[tuple[dict[str, Any], str, Any]] = ()
-    hooks: Sequence[tuple[dict[int, Any], int]] = ()
+    hooks: Sequence[tuple[dict[int, Any], tuple[int, ...]]] = ()
     mlp: Any = None  # the gated MLP of hidden states, added to them
     # the projections of hidden states to queries, keys and values; the projection of merged heads,
     # and the MLP after it. None of an attention that computes more before and after its heads
@@ -119,7 +119,7 @@ class Plan(NamedTuple):
         for entry, key, value in self.entries:
             if entry.get(key) is not value:
                 return False
-        return all(len(hooks) == had for hooks, had in self.hooks)
+        return all((*hooks,) == had for hooks, had in self.hooks)
 
 
 _plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
@@ -148,7 +148,7 @@ def _facts(layer: Any) -> tuple[list[Any], list[Any]]:
         constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
         entries += [(own, name, own.get(name)) for name in constants]
         entries += [(parameters, name, parameters[name]) for name in parameters]
-        hooks += [(each, len(each)) for each in (module._forward_hooks, module._forward_pre_hooks)]
+        hooks += [(each, (*each,)) for each in (module._forward_hooks, module._forward_pre_hooks)]
     return entries, hooks
 
 

@@ -9,6 +9,7 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
     intrinsics.py     the loops over vectors that the phases are made of
     gathering.py      those of gather: weighted sums of values, or of their codes
+    rebuilding.py     keys of a block from latents: a product, then rotation
     vectors.py        the instructions of LLVM that the intrinsics are made of
     launching.py      `decode`: addresses of tensors, memory to work in
     appending.py      rotates one token's queries and keys, appends its keys and values to a cache

@@ -279,4 +279,4 @@ def tables_of(rope: Rope, positions: Tensor) -> Tables | None:
         return (empty := torch.empty(1, 0, dtype=torch.float32, device="cpu")), empty
     if type(rope) is not Rotary or rope.pairing != "halves":
         return None
-    return rope.table(positions)
+    return rope._table(positions)

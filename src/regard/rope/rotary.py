@@ -150,7 +150,7 @@ class Rotary:
         cos, sin = read_row(self, self._computed, position)
         return cos.clone(), sin.clone()  # a caller may write to them
 
-    def table(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
+    def _table(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
         """Cosines and signed sines of all positions from 0 up to these, as `row` has them.
 
         They are memoised, so nobody may write to them; None where none are kept.

@@ -22,7 +22,7 @@ def case(rank, rotated, dtype, keys=331, rows=3):
     table = torch.empty(1, 0), torch.empty(1, 0)
     k = stored.double() @ weights.double()
     if rotated:
-        table = Rotary(rotated).table(positions)
+        table = Rotary(rotated)._table(positions)
         turns = positions[:, 0].double() * 10_000.0 ** -(torch.arange(0, rotated, 2) / rotated)
         one, other = (x.clone() for x in k[..., :rotated].chunk(2, -1))
         cos, sin = turns.cos()[:, None], turns.sin()[:, None]

@@ -206,6 +206,20 @@ def test_damaged_files_are_replaced(folder, compiles, suffix, left):
     assert len(compiles) == 2
 
 
+def test_code_with_one_changed_byte_is_not_run(folder, compiles):
+    """In every part of the file: the machine code, and all that stands around it."""
+    use(1)
+    (code,) = files_of(folder, "nbc")
+    good = code.read_bytes()
+    for at in range(0, len(good), len(good) // 5):
+        code.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+        use(1)
+        compiles_before = len(compiles)
+        use(1)  # it was replaced
+        assert len(compiles) == compiles_before
+    assert len(compiles) > 4
+
+
 def test_a_process_stopped_between_index_and_code_leaves_nothing_wrong(folder, compiles):
     use(1)
     for code in files_of(folder, "nbc"):

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import pickle
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
 
 from regard.cache_folder import cache_folder
 
@@ -110,7 +112,21 @@ class _Folder(_CacheLocator):  # type: ignore[misc]
 
 
 class _Files(CompileResultCacheImpl):  # type: ignore[misc]
+    """Machine code with a digest: damaged code, as a power cut can leave it, would crash Python."""
+
     _locator_classes: ClassVar[list[type]] = [_Folder]
+
+    @no_type_check
+    def reduce(self, code: Any) -> tuple[bytes, bytes]:
+        data = dumps(super().reduce(code))
+        return hashlib.sha256(data).digest(), data
+
+    @no_type_check
+    def rebuild(self, target_context: Any, stored: tuple[bytes, bytes]) -> Any:
+        digest, data = stored
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("the file of machine code is damaged")
+        return super().rebuild(target_context, pickle.loads(data))  # numba stores its own so
 
 
 class _Stored(FunctionCache):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """Every verb on a disk that is full, or without a folder to store anything in."""
 
+import importlib
 import re
 import sys
 import warnings
@@ -19,7 +20,9 @@ def attention(q, k, v):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_lettered(tmp_path_factory.mktemp("models") / "tiny")
+    folder = write_lettered(tmp_path_factory.mktemp("models") / "tiny")
+    folder.with_suffix(".txt").write_text("abcdefgh" * 400)  # to calibrate on
+    return folder
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def arguments(model, subject, out):
     return {
         "generate": ("generate", model, "--prompt", "abc", "--max-new-tokens", 2),
         "compare": ("compare", model, "--context", 8, "--attention", "mqa"),
-        "convert": ("convert", model, "--to", "mqa", "--out", out),
+        "convert": ("convert", model, "--to", "mqa", "--out", out, "--calibrate", f"{model}.txt"),
         "show attention": ("show", "attention", model, "--text", "abc"),
         "show mask": ("show", "mask", "Causal()", "--queries", 3),
         "verify": ("verify", subject, "--only", "scale_closed_form", "--quick"),
@@ -107,3 +110,13 @@ def test_rates_are_not_measured_where_they_cannot_be_stored(disk, tmp_path, monk
         code, out, err = call("tune")
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"regard: rates cannot be stored in {folder}: .*; set {FOLDER} to .*", err)
+
+
+def test_the_full_disk_of_these_tests_leaves_no_damaged_bytecode(tmp_path, monkeypatch):
+    (tmp_path / "module_of_this_test.py").write_text("x = [1, 2, 3]\n" * 500)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    with files_of_at_most(1000):
+        importlib.import_module("module_of_this_test")
+    assert not (tmp_path / "__pycache__").exists()
+    assert not sys.dont_write_bytecode

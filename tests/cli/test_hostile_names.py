@@ -104,11 +104,12 @@ def checkpoints(folder, tmp_path):
 
 def of_a_checkpoint(verb, model, tmp_path):
     """The arguments of a verb that reads a checkpoint, as a text and as JSON."""
-    out = tmp_path / "out"
+    out, text = tmp_path / "out", tmp_path / "text"
     shutil.rmtree(out, ignore_errors=True)
+    text.write_text("abcdefgh" * 400)
     more = {
         "compare": ["--context", "8", "--attention", "mqa", "--html", str(tmp_path / "page.html")],
-        "convert": ["--to", "mqa", "--out", str(out)],
+        "convert": ["--to", "mqa", "--out", str(out), "--calibrate", str(text)],
         "generate": ["--prompt", "abc", "--max-new-tokens", "2"],
         "plan": ["--html", str(tmp_path / "page.html")],
     }.get(verb, [])

@@ -114,7 +114,10 @@ def folder(tmp_path):
     ],
 )
 def test_the_command_saves_a_model_that_loads(folder, options, stock, capsys):
-    out = folder.parent / "made"
+    out, text = folder.parent / "made", folder.parent / "text"
+    if options != ["--to", "mqa"]:  # calibrated on the installed texts, which takes longer
+        text.write_text("a layer attends to the tokens before its own, and so on. " * 50)
+        options = [*options, "--calibrate", str(text)]
     assert run_with(["convert", str(folder), *options, "--out", str(out), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((out / "report.json").read_text())

@@ -8,6 +8,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 import regard.hf
+from covering import covering
 from regard.convert import job as jobs
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import PREFILLS, STEPS
@@ -172,8 +173,7 @@ def bytes_written(folder):
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("low_memory", [False, True])
-@pytest.mark.parametrize("to", ["mla", "mqa"])
+@pytest.mark.parametrize(("to", "low_memory"), covering(["mla", "mqa"], [False, True], together=1))
 @torch.no_grad()
 def test_a_checkpoint_keeps_its_dtype(to, low_memory, tmp_path):
     """And a budget counts the bytes of the result, positions with them."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from covering import covering
 from regard.convert import convert, save, target_of
 from regard.hf import attention_modules, attention_of, load, place
 from regard.hf.loading.offloaded import fetched
@@ -20,7 +21,7 @@ def folder(tmp_path, request):
 @pytest.mark.parametrize(
     ("folder", "to"),
     [
-        *((family, to) for family in FAMILIES for to in ("mha", "mqa", "mla:12", "mla:12+4")),
+        *covering(FAMILIES, ("mha", "mqa", "mla:12", "mla:12+4"), together=1),
         *((family, to) for family in ("qwen3", "gemma3") for to in ("mha", "mla:12", "mla:24")),
     ],
     indirect=["folder"],

@@ -271,7 +271,8 @@ def _of_smollm2(mesh):
 
 
 @pytest.mark.skipif(not WEIGHTS.is_dir(), reason="python -m regard.hf fetches the weights")
-@pytest.mark.parametrize("number", [2, 3] if LONG else [2])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [2, 3])
 def test_nine_heads_on_three(number):
     model = _smollm2()
     logits, loss, gradients = trained(model, batch_of(9))

@@ -238,7 +238,7 @@ def test_caches_agree_with_lists():
 @pytest.mark.usefixtures("unchecked")
 def test_pages_agree_with_lists(form, cold):
     machine = type("ThesePages", (Pages,), {"format": form, "cold": cold})
-    driven(machine, 12_000 if LONG else 400)
+    driven(machine, 12_000 if LONG else 250)
 
 
 @pytest.mark.parametrize(

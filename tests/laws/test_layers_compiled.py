@@ -42,7 +42,7 @@ count = graphs(name, use)
 assert count <= int(most), (name, use, count)
 """
 MOST = {"lengths": 5, "training": 5, "static": 2, "growing": 2}
-THIN = {("everything", "lengths"), ("GQA", "growing")}
+THIN = {("GQA", "lengths"), ("GQA", "growing")}
 CASES = [
     pytest.param(name, use, marks=() if (name, use) in THIN else pytest.mark.long)
     for name in ("GQA", "everything", "MLA", "latent KV")

@@ -31,7 +31,7 @@ from regard import (
 from session import LONG, worst
 
 EACH = 50
-BATCHES = 400 if LONG else 24
+BATCHES = 400 if LONG else 16
 
 
 def attempt(case: Case, backend: str) -> torch.Tensor | None:

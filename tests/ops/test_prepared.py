@@ -41,7 +41,14 @@ def parts_in_pages(case: Case, rng: random.Random, page_sizes=(1, 2, 3, 5)) -> t
     return tuple(found)
 
 
-SEEDS = {"auto": 100, "eager": 60, "sdpa": 60, "grouped": 60, "blocked": 60, "flex": 8}
+SEEDS = {
+    "auto": 100,
+    "eager": 60,
+    "sdpa": 60,
+    "grouped": 60,
+    "blocked": 60,
+    "flex": 8 if LONG else 4,
+}
 
 
 @pytest.mark.parametrize("backend", SEEDS)

@@ -44,9 +44,9 @@ def test_the_shapes_are_of_every_kind():
     drawn = [each for part in range(SHAPES // PART) for each in measured(part)]
     kinds = [each.shape.kind for each in drawn]
     assert len(drawn) == SHAPES
-    assert all(kinds.count(kind) > 50 for kind in ("MHA", "GQA", "MQA", "MLA", "LatentKV"))
-    assert sum(each.shape.window is not None for each in drawn) > 100
-    assert sum(each.storage.key_bits is not None for each in drawn) > 100
+    assert all(kinds.count(kind) > SHAPES / 10 for kind in ("MHA", "GQA", "MQA", "MLA", "LatentKV"))
+    assert sum(each.shape.window is not None for each in drawn) > SHAPES / 5
+    assert sum(each.storage.key_bits is not None for each in drawn) > SHAPES / 5
 
 
 def model(*layers):

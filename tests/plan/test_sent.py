@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from covering import covering
 from measured_layers import layer_of
 from ranks import on_ranks
 from regard import KVCache
@@ -33,6 +34,7 @@ from regard.plan.sent import (
 )
 from regard.plan.shapes import STORAGES, LayerShape, Workload
 from regard.plan.weights import parameters
+from session import LONG
 
 GQA = LayerShape(hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=5, v_head_dim=3)
 MLA = replace(GQA, num_kv_heads=6, kv_lora_rank=7, qk_rope_head_dim=2)
@@ -148,7 +150,6 @@ LAYERS = (
 )
 CASES = list(product(LAYERS, ("float32", "bfloat16")))
 TOKENS, PAGE = 25, 4
-LONG_ONLY = pytest.mark.long
 
 
 def _runs(mesh, plan):
@@ -185,8 +186,9 @@ def _here(parameter):
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-@pytest.mark.parametrize("plan", ["tokens", "heads"])
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=LONG_ONLY)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), covering(["tokens", "heads"], [2, 3, 4] if LONG else [2, 3], together=1)
+)
 def test_the_formulas_count_what_layers_send_and_hold(plan, ranks):
     share = {"cp": ranks} if plan == "tokens" else {"tp": ranks}
     for rank, counts in enumerate(on_ranks(ranks, _runs, plan)):

@@ -13,7 +13,7 @@ PICTURES = ROOT / "docs/pictures"
 NUMBER = re.compile(r"-?\d+\.\d+|-?\d+")
 
 
-@pytest.mark.parametrize("program", few(DRAWINGS, 5), ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", few(DRAWINGS, 10), ids=lambda path: path.stem)
 def test_a_drawing_is_what_its_program_draws(program, tmp_path):
     done = run_python(program, tmp_path, cwd=ROOT)
     assert done.returncode == 0, done.stderr

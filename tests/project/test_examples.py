@@ -121,6 +121,7 @@ def test_a_model_of_litgpt_decodes_as_its_full_forward(tmp_path):
         assert line.endswith("True")
 
 
+@pytest.mark.long
 def test_packed_documents_train_as_separate_ones(tmp_path):
     lines = printed("packed_documents", tmp_path)
     names = ["separate", "padded batch", "packed, blocked", "packed, sdpa"]

@@ -57,6 +57,7 @@ def repository(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_model_runs_without_regard(repository):
     command = [sys.executable, "-c", RUN, str(repository)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

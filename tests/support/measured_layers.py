@@ -22,10 +22,11 @@ from regard import (
 )
 from regard.names import PAGES
 from regard.plan.shapes import STORAGES, LayerShape, Storage
+from session import LONG
 
 # Storages whose FLOPs are counted: below 8 bits formats rotate, by products that are left out.
 UNROTATED = [STORAGES[name] for name in ("plain", "int8", "int4", "K8V8")]
-SHAPES = 500
+SHAPES = 500 if LONG else 150
 PART = 50  # shapes of a test
 KINDS = ("MHA", "GQA", "MQA", "MLA", "LatentKV")
 

@@ -25,7 +25,7 @@ DECODED = {  # each takes seconds to trace
     "deepseek-v3": ("ours", "transformers'"),
 }
 if not LONG:
-    DECODED = {"gemma3": ("ours",), "deepseek-v3": ("transformers'",)}
+    DECODED = {"gemma3": ("ours",)}
 TRAINED = ("llama", "bert", "deepseek-v3") if LONG else ("deepseek-v3",)
 STEPS = 24
 

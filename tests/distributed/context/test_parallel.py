@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from covering import few
 from layers import LAYERS, assert_same, inputs, make
 from ranks import on_ranks
 from regard import (
@@ -142,7 +143,7 @@ def _heads_and_tokens(mesh, name, mask):
         assert_same(share.of_one_device(each.grad.full_tensor()), truth[key])
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", few(LAYERS, 2))
 def test_heads_split_over_other_ranks(name):
     keep = Dense(torch.rand(1, make(name).num_heads, 7, 7) < 0.5)
     for mask in (EVERYTHING, keep) if LONG else (keep,):

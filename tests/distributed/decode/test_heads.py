@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from covering import few
 from layers import LAYERS, assert_same, attention, inputs, make, run_in_pieces, scattered
 from ranks import on_ranks
 from regard import Alibi, Causal, Dense, KVCache, Padding, QuantizedCache, Rotary, Where
@@ -40,7 +41,7 @@ def _in_pieces(mesh, names):
     return outs, nbytes
 
 
-@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("number", few([2, 4, 3], 2))
 def test_layers_whose_heads_are_split(number):
     names = list(SPLIT) if LONG else SOME
     results = on_ranks(number, _in_pieces, names)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from covering import few
 from layers import LAYERS, assert_same, inputs, make, run_in_pieces
 from ranks import on_ranks
 from regard import (
@@ -64,7 +65,7 @@ def _in_pieces(mesh, cases, batch):
     return out
 
 
-@pytest.mark.parametrize(("number", "batch"), [(2, 1), (3, 3), (4, 1)])
+@pytest.mark.parametrize(("number", "batch"), few([(2, 1), (4, 1), (3, 3)], 2))
 def test_tokens_chunks_and_one_forward(number, batch):
     cases = [(name, page) for name in LAYERS for page in PAGES]
     if not LONG:

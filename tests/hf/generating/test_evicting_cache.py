@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import regard.hf
+from covering import covering
 from regard.cache import SlidingCache
 from regard.cache.quantized import QuantizedWindow
 from regard.sparse import H2O, EvictingCache, QuantizedEvicting, SnapKV, Streaming
@@ -33,8 +34,9 @@ def test_a_budget_that_holds_all_writes_the_same_text(name):
     assert _write(model, given, past_key_values=cache).equal(_write(model, given))
 
 
-@pytest.mark.parametrize("score", [Streaming(), SnapKV(4, 3), H2O()], ids=repr)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "score"), covering(SOME, [Streaming(), SnapKV(4, 3), H2O()], together=1), ids=repr
+)
 def test_rows_of_a_padded_batch_write_what_they_write_alone(name, score):
     """So slots and positions are those of each row's own tokens, and padding takes no room."""
     model, given = _model(name), inputs(name, padding="left", length=9)

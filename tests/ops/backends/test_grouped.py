@@ -9,6 +9,7 @@ import torch
 
 from cases import draw_case
 from contract import compare
+from covering import few
 from regard import attend, attend_partial, prepare
 from regard.ops.backends import grouped
 
@@ -75,7 +76,7 @@ assert (found - wanted).abs().max() <= 2 * 2**-8 * k.abs().max()
 """
 
 
-@pytest.mark.parametrize("capability", ["avx2", "default"])
+@pytest.mark.parametrize("capability", few(["avx2", "default"], 2))
 def test_bfloat16_runs_where_torchs_kernel_raises(capability):
     """torch 2.13 on processors with AMX, where the environment narrows their vectors."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}

@@ -48,7 +48,7 @@ from regard import (
 )
 from regard.cache import Cache
 from regard.distributed import ShardedCache
-from regard.ops.kernels import chaining, launching, stepping
+from regard.ops.kernels import chaining, latent_stepping, launching, stepping
 
 PAGE = Path(__file__).parent.parent / "docs" / "step-costs.json"
 SIZE, HEADS, KV_HEADS, WIDTH = 64, 8, 2, 8  # of a layer: hidden size, heads, key heads, head dim
@@ -79,10 +79,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.patches = ExitStack()
         kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "memory": (self._clearing, (launching, stepping)),
+            "memory": (self._clearing, (launching, stepping, latent_stepping)),
             "_workspace": (self._zeroed, (chaining,)),
-            "launch": (self._kept, (launching, stepping, chaining)),
-            "_appender": (self._kept_of, (stepping,)),
+            "launch": (self._kept, (launching, stepping, latent_stepping, chaining)),
+            "append_kernel": (self._kept_of, (stepping, latent_stepping)),
             "isend": (self._kept, (dist,)),
             "irecv": (self._kept, (dist,)),
         }

@@ -48,6 +48,11 @@ class RebuiltKeys(NamedTuple):
         return self.weights.shape[0] // self.heads
 
     @property
+    def by_head(self) -> Float[Tensor, "G R D"]:
+        """The weights of each head, in float32, as a kernel reads them."""
+        return self.weights.detach().unflatten(0, (self.heads, -1)).mT.float().contiguous()
+
+    @property
     def outline(self) -> Tensor:
         """A tensor of the shape and dtype of the keys, all zero."""
         batch, _, tokens, _ = self.latents.shape

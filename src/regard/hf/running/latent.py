@@ -19,6 +19,7 @@ from torch import Tensor
 from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
 from regard.hf.families.table import Family
+from regard.hf.running import latent_steps
 from regard.hf.running.calls import (
     CachedKeys,
     appended,
@@ -100,6 +101,8 @@ def merged_joint(
 ) -> tuple[Float[Tensor, "B L HD"], Tensor | None]:
     """The outputs of all heads, merged, of projected queries `[B, L, H D]` and latents; and the
     weights if the caller wants them."""
+    if (out := latent_steps.repeated(family, self, x, projected, given)) is not None:
+        return out, None
     (q, latent), cache, positions = projected, given.get(family.cache), given.get("position_ids")
     check_int32(positions)
     positions = positions_of_queries(x, positions, cache, self.layer_idx)
@@ -110,7 +113,8 @@ def merged_joint(
     at = visible_in(family, self, given, q.shape[2], stored.num_keys)
     form, options = self.choose(q.shape[2], stored.attending), options_of(family, self)
     options |= {"attending": stored.attending}
-    heads, weights, _ = attended(q, stored.rebuilt(at, form.rebuild), at, given, **options)
+    heads, weights, call = attended(q, stored.rebuilt(at, form.rebuild), at, given, **options)
+    latent_steps.record(family, self, x, given, call)
     return merge_heads(form.output(heads)), weights
 
 

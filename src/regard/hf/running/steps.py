@@ -81,20 +81,22 @@ class InstalledStep(NamedTuple):
 
 
 def layer_of_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
-    """The layer of regard's cache that a call fills, if the call may run as a step; else None.
-
-    A step is self-attention of one token, with halves rotated in float32 or nothing rotated, and a
-    cache whose keys stay where they are.
-    """
-    if x.shape[1] != 1 or family.returns_bias or given.get(family.context) is not None:
-        return None
-    if any(family.sharing(module)):
-        return None
+    """`filled_layer` of a call that rotates halves in float32 or nothing; None of other calls."""
     angles = given.get("position_embeddings")
     if family.rotate is rotating.halves:
         if not isinstance(angles, tuple) or angles[0].dtype is not torch.float32:
             return None
     elif family.rotate is not rotating.not_rotated:
+        return None
+    return filled_layer(family, module, x, given)
+
+
+def filled_layer(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
+    """The layer of regard's cache that a call fills, if the call is self-attention of one token and
+    the keys of the cache stay where they are; else None."""
+    if x.shape[1] != 1 or family.returns_bias or given.get(family.context) is not None:
+        return None
+    if any(family.sharing(module)):
         return None
     cache: Any = given.get(family.cache)
     if not x.is_cpu or not hasattr(cache, "append"):
@@ -109,9 +111,15 @@ def repeated_step(
     """The step that this call repeats, with one token more in the cache; None if it is another."""
     if torch.compiler.is_compiling():
         return None
-    layer = layer_of_step(family, module, x, given)
+    return step_of(layer_of_step(family, module, x, given), family, module, x, given)
+
+
+def step_of(
+    layer: Any, family: Family, module: Any, x: Tensor, given: Mapping[str, Any]
+) -> InstalledStep | None:
+    """The step of a layer of the cache, if this call repeats it; else None."""
     found: InstalledStep | None = None if layer is None else layer.step
-    if found is None or found.settings != _settings(family, module):
+    if found is None or found.settings != settings_of(family, module):
         return None
     if weights_wanted(given) or not found.fits(layer.cache, x):
         return None
@@ -138,18 +146,11 @@ def record_step(
     layer = layer_of_step(family, module, x, given)
     if layer is None:
         return
-    call, cache, held = prepared.call, layer.cache, layer.cache.buffers
-    reads = call.span.kv_start, call.span.kv_stop
-    if (
-        reads != (0, cache.length)
-        or call.mask is not EVERYTHING
-        or not _is_dataless(call.given_mask)
-    ):
+    cache, held = layer.cache, layer.cache.buffers
+    if not is_repeatable(prepared, cache):
         return
     streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else held
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
-        return
-    if call.sinks is not None or call.score_bias is not None or not is_quickest(prepared):
         return
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
@@ -157,19 +158,37 @@ def record_step(
     codes = codes_of(streams)
     if codes is None:
         return
-    windows = (part.size for part in _parts(call.given_mask) if isinstance(part, SlidingWindow))
+    call = prepared.call
     heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
     layer.step = InstalledStep(
-        settings=_settings(family, module),
+        settings=settings_of(family, module),
         shape=x.shape,
         dtype=call.dtype,
         held=held,
         streams=tuple(streams),
-        most=min(max(FEW, 1 << call.num_keys.bit_length()), held[0].shape[2], *windows),
+        most=most_keys(prepared, held[0].shape[2]),
         run_one=Plan.of(call.dtype, call.batch, *heads, *codes).run,
         scale=call.scale,
         version=SPEED.version,
     )
+
+
+def is_repeatable(prepared: Prepared, cache: Any) -> bool:
+    """Whether a call has seen all that the cache holds, the next one will, too, and compiled code
+    is the quickest for both."""
+    call = prepared.call
+    if (call.span.kv_start, call.span.kv_stop) != (0, cache.length):
+        return False
+    if call.mask is not EVERYTHING or not _is_dataless(call.given_mask):
+        return False
+    return call.sinks is None and call.score_bias is None and is_quickest(prepared)
+
+
+def most_keys(prepared: Prepared, room: int) -> int:
+    """The number of keys up to which a step like this call is the quickest and sees all of them."""
+    call = prepared.call
+    windows = (part.size for part in _parts(call.given_mask) if isinstance(part, SlidingWindow))
+    return min(max(FEW, 1 << call.num_keys.bit_length()), room, *windows)
 
 
 def is_quickest(prepared: Prepared) -> bool:
@@ -190,7 +209,7 @@ def _is_dataless(mask: Mask) -> bool:
     return all(type(part) in (Everything, Causal, SlidingWindow) for part in _parts(mask))
 
 
-def _settings(family: Family, module: nn.Module) -> tuple[Any, ...]:
+def settings_of(family: Family, module: nn.Module) -> tuple[Any, ...]:
     """The settings of a module that may change between two calls."""
     options = family.scale(module), family.softcap(module), family.window_of(module)
     dropout = family.dropout(module) if module.training else 0.0

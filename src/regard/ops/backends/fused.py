@@ -194,10 +194,9 @@ def _attend_latents(call: Call, q: Tensor, k: RebuiltKeys, v: Tensor) -> tuple[T
     from regard.ops.kernels.tiles import Latents
 
     rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), addend_once(call, _addend)
-    weights = k.weights.detach().unflatten(0, (k.heads, -1)).mT.float().contiguous()
     assert k.tables is not None, "reads_latents has found them"
     # transformers' caches count positions in int64; each is a row of the tables
-    latents = Latents(weights, k.positions.to(torch.int32), *k.tables)
+    latents = Latents(k.by_head, k.positions.to(torch.int32), *k.tables)
     stored, v = (_columns_together(x) for x in (k.latents.expand(-1, k.heads, -1, -1), v))
     out, lse = decode(rows, stored, v, scale=call.scale, bias=bias, latents=latents)
     if is_everything(call.mask) or is_finite(out):

@@ -13,7 +13,8 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     vectors.py        the instructions of LLVM that the intrinsics are made of
     launching.py      `decode`: addresses of tensors, memory to work in
     appending.py      rotates one token's queries and keys, appends its keys and values to a cache
-    stepping.py       `step`: those two, as a decoding step of a layer
+    stepping.py       `Plan.run`: those two, as a decoding step of a layer
+    latent_stepping.py  the same over a joint latent, whose keys are rebuilt
     threads.py        the threads that run a kernel
     row_products.py   chains of few rows times weights: norms, gated products, with these vectors
     chaining.py       `linear`, `PreparedChain.run`: those, with tensors as addresses

@@ -28,9 +28,11 @@ class Append(NamedTuple):
     batch: int  # sequences, B
     heads: int  # query heads, H
     kv_heads: int  # key heads, G
-    width: int  # of a query and a key, D
+    width: int  # of a query, D
+    key_width: int  # of a key, D; of a latent that stands for keys, R
     value_width: int  # of a value, Dv
-    rotated: int  # channels that are rotated: the first ones
+    key_rotated: int  # channels of a key that are rotated: the first ones
+    rotated: int  # the same of a query
     sign: int  # -1 where the first sine of a pair is to be negated, 1 where it is negative already
     cos: int  # address of the cosines [1 or B, rotated] in float32
     sin: int  # address of the sines
@@ -38,7 +40,7 @@ class Append(NamedTuple):
     q: int  # address of the queries [B, H, 1, D]
     q_batch: int
     q_head: int
-    k: int  # address of the keys [B, G, 1, D]
+    k: int  # address of the keys [B, G, 1, D], or of the latents [B, 1, 1, R]
     k_batch: int
     k_head: int
     v: int  # address of the values [B, G, 1, Dv]
@@ -79,7 +81,7 @@ def kernel(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Any:
 
     def append(data):
         call = carray(data, 1)[0]
-        row = call.spare + 4 * max(call.width, call.value_width)
+        row = call.spare + 4 * max(call.width, call.key_width, call.value_width)
         for b in range(call.batch):
             cos = floats(call.cos + 4 * b * call.angles_batch)
             sin = floats(call.sin + 4 * b * call.angles_batch)
@@ -95,12 +97,12 @@ def kernel(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Any:
             for g in range(call.kv_heads):
                 source = call.k + item * (b * call.k_batch + g * call.k_head)
                 target = call.keys + k_item * (b * call.keys_batch + g * call.keys_head)
-                rotate(source, call.spare if k_bits else target, cos, sin, sign, call.rotated,
-                       call.width, half, neighbours)  # fmt: skip
+                rotate(source, call.spare if k_bits else target, cos, sin, sign,
+                       call.key_rotated, call.key_width, half, neighbours)  # fmt: skip
                 if k_bits:
                     scales = call.k_scales + 2 * (b * call.k_scales_batch + g * call.k_scales_head)
-                    widen(call.spare, row, call.width, half)
-                    keep(row, call.width, k_bits, k_group, k_rotated, target, scales)
+                    widen(call.spare, row, call.key_width, half)
+                    keep(row, call.key_width, k_bits, k_group, k_rotated, target, scales)
                 source = call.v + item * (b * call.v_batch + g * call.v_head)
                 target = call.values + v_item * (b * call.values_batch + g * call.values_head)
                 if v_bits:

@@ -97,7 +97,7 @@ class Plan(NamedTuple):
         as the kernel reads it.
         """
         dtype, b, h, g, d, dv = self[:6]
-        rotation = _rotation(angles, b, d, signed)
+        rotation = rotation_of(angles, b, d, signed)
         at = _places(q, k, v, keys, values, length, self)
         if rotation is None or at is None:
             return None
@@ -156,19 +156,19 @@ def _places_of_buffer(
 ) -> tuple[Place | None, Place | None]:
     """Where the rows of a buffer lie, and where their scales."""
     if codes == NUMBERS:
-        place = _place_of_buffer(x, length, dtype, sizes) if isinstance(x, Tensor) else None
+        place = place_of_buffer(x, length, dtype, sizes) if isinstance(x, Tensor) else None
         return place, NOWHERE
     if not isinstance(x, QuantizedStream) or x.width != sizes[2] or stored_as(x) != codes:
         return None, None
     b, g, width = sizes
     bytes, groups = Format(codes.bits).bytes(width), -(-width // codes.group)
     return (
-        _place_of_buffer(x.codes, length, torch.uint8, (b, g, bytes)),
-        _place_of_buffer(x.scales, length, torch.bfloat16, (b, g, 2 * groups)),
+        place_of_buffer(x.codes, length, torch.uint8, (b, g, bytes)),
+        place_of_buffer(x.scales, length, torch.bfloat16, (b, g, 2 * groups)),
     )
 
 
-def _place_of_buffer(
+def place_of_buffer(
     x: Tensor, length: int, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> Place | None:
     """The address and strides of a buffer `[B, G, room, W]`; None if it has no room for another
@@ -194,21 +194,21 @@ def _append(
     item = dtype.itemsize
     spare = target + plan.item * h * d * b
     data = appending.PACKED.pack(
-        b, h, g, d, dv, *rotation, *q[:3], *k[:3], *v[:3], target,
-        *_slot(keys, length, 1 if plan.keys.bits else item),
-        *_slot(values, length, 1 if plan.values.bits else item),
-        *_slot(of_keys, length, 2), *_slot(of_values, length, 2), spare,
+        b, h, g, d, d, dv, rotation[0], *rotation, *q[:3], *k[:3], *v[:3], target,
+        *slot(keys, length, 1 if plan.keys.bits else item),
+        *slot(values, length, 1 if plan.values.bits else item),
+        *slot(of_keys, length, 2), *slot(of_values, length, 2), spare,
     )  # fmt: skip
-    _appender(dtype is torch.bfloat16, neighbours, plan.keys, plan.values)(data)
+    append_kernel(dtype is torch.bfloat16, neighbours, plan.keys, plan.values)(data)
 
 
-def _slot(place: Place, length: int, item: int) -> tuple[int, int, int]:
+def slot(place: Place, length: int, item: int) -> tuple[int, int, int]:
     """The address of a buffer's slot, and the strides of batch and heads."""
     address, batch, head, row = place
     return address + item * length * row, batch, head
 
 
-def _rotation(angles: Angles | None, batch: int, width: int, signed: bool) -> Rotation | None:
+def rotation_of(angles: Angles | None, batch: int, width: int, signed: bool) -> Rotation | None:
     """The channels that are rotated, the sign of the first sine of a pair, and where the angles
     lie: cosines, sines, and the stride of their rows. None if the kernel cannot read them."""
     if angles is None:
@@ -227,6 +227,9 @@ def _rotation(angles: Angles | None, batch: int, width: int, signed: bool) -> Ro
 
 
 @functools.cache
-def _appender(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Callable[[bytes], None]:
+def append_kernel(
+    half: bool, neighbours: bool, keys: Codes = NUMBERS, values: Codes = NUMBERS
+) -> Callable[[bytes], None]:
+    """A C function of one packed `Append` record, for bfloat16 or float32."""
     address = appending.kernel(half, neighbours, keys, values).address
     return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)

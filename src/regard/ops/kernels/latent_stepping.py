@@ -1,0 +1,120 @@
+"""A decoding step over a joint latent in two calls of compiled code: rotate the queries and append
+the latent, then rebuild the keys of each block of tokens and attend.
+
+Values are the latents themselves, as the weights of the values are absorbed.
+"""
+
+import math
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.ops.kernels import appending
+from regard.ops.kernels.launching import (
+    LOG2E,
+    NOWHERE,
+    Place,
+    compiled,
+    is_plain,
+    lanes_for,
+    memory,
+    place_if_readable,
+)
+from regard.ops.kernels.stepping import append_kernel, place_of_buffer, rotation_of, slot
+from regard.ops.kernels.threads import launch
+from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, PACKED, Latents, Tile
+
+Tables = tuple[Tensor, Tensor]  # cosines and signed sines of all positions, `[P, rotated]`
+
+
+class LatentPlan(NamedTuple):
+    """The compiled code of a step over latents of given sizes, as `Plan` is of keys and values."""
+
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    width: int
+    rank: int
+    rotated: int
+    tile: Tile
+    address: int
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        rank: int,
+        rotated: int,
+    ) -> "LatentPlan":
+        """The plan for queries and keys of this width, of which so many channels are rotated."""
+        lanes = math.gcd(lanes_for(width, rank, dtype, joined=False), rotated // 2)
+        half = dtype is torch.bfloat16
+        form = BFLOAT16 if half else FLOAT32
+        keys = form._replace(rank=rank, rotated=rotated)
+        tile = compiled(heads // kv_heads, width, rank, half, False, False, lanes, keys, form, 0)
+        return cls(dtype, batch, heads, kv_heads, width, rank, rotated, *tile)
+
+    def run(
+        self, q: Tensor, latent: Tensor, held: Tensor, length: int, keys: Latents, scale: float
+    ) -> Float[Tensor, "B H 1 R"] | None:
+        """Append the latent to the `length` tokens in the buffer `held`; attend to all.
+
+        q is `[B, H, 1, D]`, rotated by the angles of the new token, the last of `keys.positions`;
+        latent is `[B, 1, 1, R]`, the buffer `[B, 1, room, R]`. The output is the sum of latents of
+        each head, in float32. None, and nothing is written, if a tensor has other sizes, or does
+        not lie as the kernel reads it.
+        """
+        dtype, b, h, g, d, rank, rotated, tile, address = self
+        at = self._places(q, latent, held, length, keys)
+        if at is None:
+            return None
+        of_q, of_latent, of_held, of_weights, where = at
+        new = keys.positions[:, 0, -1, 0]
+        # alive until the kernel has read them
+        angles = (keys.cos[new], keys.sin[new]) if rotated else None
+        rotation = rotation_of(angles, b, d, signed=True)
+        assert rotation is not None
+        m, threads = h // g, torch.get_num_threads()
+        ranges, range_keys = tile.ranges(length + 1, b * g, threads)
+        threads = min(threads, b * g * ranges)
+        queries, spare = dtype.itemsize * h * d * b, 8 * max(d, rank)
+        *places, turned = memory(tile, m, b * g, ranges, threads, 4 * m * g * b + queries + spare)
+        of_slot = slot(of_held, length, dtype.itemsize)
+        record = appending.PACKED.pack(
+            b, h, 1, d, rank, 0, 0, *rotation, *of_q[:3], *of_latent[:3], 0, 0, 0, turned,
+            *of_slot, 0, 0, 0, 0, 0, 0, 0, 0, 0, turned + queries,
+        )  # fmt: skip
+        append_kernel(dtype is torch.bfloat16, False)(record)
+        out = torch.empty(b, h, 1, rank, dtype=torch.float32, device="cpu")
+        of_keys = of_held[0], of_held[1], 0, of_held[3]  # all heads read the same latents
+        launch(address, PACKED.pack(
+            b, g, m, length + 1, turned, h * d, m * d, d, *of_keys, *of_keys, *NOWHERE, *NOWHERE,
+            *NOWHERE, of_weights[0], keys.cos.data_ptr(), keys.sin.data_ptr(), where[0], where[1],
+            where[3], *NOWHERE, out.data_ptr(), turned + queries + spare, *places, ranges,
+            range_keys, scale * LOG2E,
+        ), threads)  # fmt: skip
+        return out
+
+    def _places(
+        self, q: Tensor, latent: Tensor, held: Tensor, length: int, keys: Latents
+    ) -> tuple[Place, ...] | None:
+        """The addresses and strides of queries, latent, buffer, weights and positions; None if one
+        of them, or a table, is unusable."""
+        dtype, b, h, g, d, rank, rotated = self[:7]
+        found = (
+            place_if_readable(q, dtype, (b, h, 1, d)),
+            place_if_readable(latent, dtype, (b, 1, 1, rank)),
+            place_of_buffer(held, length, dtype, (b, 1, rank)),
+            place_if_readable(keys.weights, torch.float32, (g, rank, d)),
+            place_if_readable(keys.positions, torch.int32, (b, 1, length + 1, 1)),
+        )
+        assert keys.cos.shape[1] == rotated and keys.cos.is_contiguous() and is_plain(keys.cos)
+        assert keys.sin.shape == keys.cos.shape and keys.sin.is_contiguous() and is_plain(keys.sin)
+        return None if None in found else cast("tuple[Place, ...]", found)

@@ -57,6 +57,7 @@ def test_another_name_is_refused():
     assert not hasattr(regard, "__wrapped__")
 
 
+@pytest.mark.long
 def test_a_compiled_function_may_use_a_name_first():
     code = (
         "import torch, regard\n"

@@ -55,6 +55,7 @@ def main() -> None:
         except BaseException:
             verdict = {"kind": "wrong", "words": traceback.format_exc()}
         print(json.dumps(verdict), file=answers, flush=True)
+    os._exit(0)  # taking all modules down takes seconds
 
 
 if __name__ == "__main__":

@@ -204,6 +204,7 @@ def test_explain_says_what_the_estimates_rest_on():
     assert rates_note(torch.device("cpu")) is None
 
 
+@pytest.mark.long
 def test_calls_on_a_device_compile_in_one_graph():
     """The estimates are computed while a graph is traced, without a look at the driver. In another
     process, whose annotations are not checked: torch does not trace the checks."""

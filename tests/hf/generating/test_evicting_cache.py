@@ -104,6 +104,7 @@ def test_refusals():
         biased(tokens(1, 30), past_key_values=cache)
 
 
+@pytest.mark.long
 def test_smollm2_writes_the_same_sentence_from_most_of_its_prompt():
     try:
         model, tokenizer = regard.hf.smollm2()

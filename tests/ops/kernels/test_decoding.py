@@ -88,7 +88,7 @@ def covering(kinds):
     return sorted(chosen)
 
 
-@pytest.mark.parametrize("kind", EVERY if LONG else covering(EVERY)[::3], ids=str)
+@pytest.mark.parametrize("kind", EVERY if LONG else covering(EVERY)[::5], ids=str)
 def test_every_tile_at_every_number_of_lanes(kind):
     kind.check()
 
@@ -170,7 +170,7 @@ def in_pages(pages, tokens, width, bits, dtype, offset):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("kind", few(PAGED[::-1], 2), ids=str)
+@pytest.mark.parametrize("kind", few(PAGED[::-1], 3), ids=str)
 def test_pages_are_found_through_their_table(kind, shared):
     torch.manual_seed(0)
     pages, tokens = drawn_pages(kind.page, kind.skipped, kind.keys, kind.batch, shared=shared)

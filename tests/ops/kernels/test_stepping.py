@@ -29,9 +29,10 @@ def reference(q, keys, values, scale):
 
 STEPS = [  # dtype, widths of keys and of values: each has code of its own
     (torch.float32, 16, 16), (torch.bfloat16, 16, 16), (torch.float32, 8, 24),
-    (torch.bfloat16, 80, 16), (torch.float32, 12, 4), (torch.bfloat16, 12, 4),
+    (torch.bfloat16, 80, 16),
 ]  # fmt: skip
 if LONG:
+    STEPS += [(torch.float32, 12, 4), (torch.bfloat16, 12, 4)]
     STEPS += [(dtype, 64, 32) for dtype in (torch.float32, torch.bfloat16)]
     STEPS += [(torch.bfloat16, 8, 24), (torch.float32, 80, 16)]
 
@@ -68,10 +69,9 @@ FORMATS = {
 
 
 WIDTHS = [(80, 48), (64, 64)]  # the first are no multiples of a group
-CODED = [  # after a rotation, codes of both dtypes are read by the same code: at the same widths
-    (form, dtype, *WIDTHS[(at + half * form.startswith("int")) % 2])
+CODED = [
+    (form, (torch.float32, torch.bfloat16)[at % 2], *WIDTHS[at % 2])
     for at, form in enumerate(FORMATS)
-    for half, dtype in enumerate((torch.float32, torch.bfloat16))
 ]
 if LONG:
     every = itertools.product(FORMATS, (torch.float32, torch.bfloat16), WIDTHS)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from covering import covering
 from regard import NO_ROPE, Causal, Part, Rotary, Span, prepare
 from regard.cache.parts import Stream, streams_of
 from regard.layers.latent_kv import tables_of
@@ -42,8 +43,15 @@ def test_it_is_a_stream_of_the_keys():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rope", [Rotary(WIDTH), NO_ROPE, Rotary(WIDTH, pairing="pairs")], ids=repr)
+@pytest.mark.parametrize(
+    ("rope", "dtype"),
+    covering(
+        [Rotary(WIDTH), NO_ROPE, Rotary(WIDTH, pairing="pairs")],
+        [torch.float32, torch.bfloat16],
+        together=1,
+    ),
+    ids=repr,
+)
 @pytest.mark.parametrize("backend", ["fused", "eager", "sdpa"])
 def test_every_backend_reads_them(backend, rope, dtype):
     """The judge reads keys in float64: exact ones for the kernel, which rounds none; for the other

@@ -127,13 +127,6 @@ def test_backends_do_not_import_each_other():
             assert inside <= {"common"}, f"{path.stem} imports {inside}"
 
 
-def test_importing_regard_imports_nothing_optional():
-    optional = ["transformers", "typer", "rich", "gguf", "safetensors", "beartype", "hypothesis"]
-    code = f"import sys, regard; regard.attend; print([m for m in {optional} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_importing_regard_brings_only_itself():
     """What it costs in time is measured by benchmarks/importing.py."""
     code = (

@@ -235,7 +235,7 @@ CODES = [  # lanes, rows, widths of keys and values, joined, bfloat16, bits of b
 ]
 
 
-@pytest.mark.parametrize("kind", few(CODES, 3), ids=str)
+@pytest.mark.parametrize("kind", few(CODES, 5), ids=str)
 def test_codes_are_read_as_they_are_stored(kind):
     lanes, rows, width, values, joined, half, *bits, group = kind
     torch.manual_seed(0)

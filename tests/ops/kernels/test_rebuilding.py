@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from covering import few
+
 pytest.importorskip("numba")
 
 from regard import Rotary
@@ -43,7 +45,7 @@ def check(q, stored, latents, k, tolerance, **options):
     torch.testing.assert_close(lse.double(), right_lse, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("lanes", "rotated"), [(16, 32), (8, 16), (4, 0)])
+@pytest.mark.parametrize(("lanes", "rotated"), few([(16, 32), (8, 16), (4, 0)], 2))
 def test_keys_are_products_and_rotated(lanes, rotated):
     check(*case(48, rotated, torch.float32), 2e-5, lanes=lanes)
 

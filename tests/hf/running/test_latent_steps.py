@@ -194,6 +194,30 @@ def test_positions_of_the_caller_are_those_of_the_keys(dtype, taken):
     assert not torch.allclose(decoded(model), wanted, atol=1e-2)
 
 
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64, torch.bfloat16], ids=str)
+def test_defaults_change_no_logit(default, taken):
+    model, cache = stepping()
+    twin = copy.deepcopy(cache)
+    layer = model.model.layers[0].self_attn
+    x, given = torch.randn(2, 1, 64), {"attention_mask": None}
+    before = torch.get_default_dtype()
+    with torch.no_grad():
+        layer(x, past_key_values=twin, **given)  # a copy repeats no step before its first call
+        wanted = layer(x, past_key_values=twin, **given)[0]
+        layer(x, past_key_values=cache, **given)
+        try:
+            if isinstance(default, torch.device):
+                torch.set_default_device(default)
+            else:
+                torch.set_default_dtype(default)
+            found = layer(x, past_key_values=cache, **given)[0]
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(before)
+    assert taken == [True] * 3
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
 def test_positions_beyond_the_tables_are_no_steps(taken):
     model, cache = stepping()
     far = torch.tensor([[1 << 15]])

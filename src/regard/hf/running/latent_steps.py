@@ -54,19 +54,20 @@ def _run(
     given: Mapping[str, Any],
     cache: Any,
 ) -> Tensor | None:
+    """Run the step for one more token; None if a tensor is not as the step before had it."""
     from regard.ops.kernels.tiles import Latents  # imports numba
 
     (q, latent), (held, places), length = projected, step.held, cache.length
     positions = given.get("position_ids")
     if positions is None:
-        positions = torch.full((1, 1), length)
+        positions = torch.full((1, 1), length, device=x.device)
     check_int32(positions)
     # in the slot after those held, which does not count before the step is done
     places.narrow(2, length, 1).copy_(as_stream(positions, x.shape[0]))
     form = module.choose(1, None)
     keys, _ = form.rebuild((_part(step.held, length + 1),))[0].stored
     if not isinstance(keys, RebuiltKeys) or keys.tables is None:
-        return None  # a parameter, or a position, is another kind of one
+        return None  # a weight is no plain matrix any more, or a position is beyond the tables
     out = step.run_one(
         split_heads(q, module.head_dim),
         latent.unsqueeze(1),

@@ -76,7 +76,7 @@ class LatentPlan(NamedTuple):
         if at is None:
             return None
         of_q, of_latent, of_held, of_weights, where = at
-        new = keys.positions[:, 0, -1, 0]
+        new = keys.positions[:, 0, -1, 0].long()
         # alive until the kernel has read them
         angles = (keys.cos[new], keys.sin[new]) if rotated else None
         rotation = rotation_of(angles, b, d, signed=True)

@@ -8,8 +8,11 @@ import torch
 pytest.importorskip("numba")
 
 from kernel_checks import check
+from regard.ops.kernels import launching
 from regard.ops.kernels.launching import decode
-from regard.ops.kernels.tiles import KeyPages
+from regard.ops.kernels.tiles import Format, KeyPages, tile_for
+
+START = 1 << 20  # an address
 
 
 def test_calls_in_several_threads_do_not_affect_each_other():
@@ -27,6 +30,27 @@ def test_calls_in_several_threads_do_not_affect_each_other():
     for thread in threads:
         thread.join()
     assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("more", [0, 1000])
+@pytest.mark.parametrize("width", [32, 96])
+def test_the_parts_of_a_workspace_lie_within_it(width, more, monkeypatch):
+    asked = []
+    monkeypatch.setattr(launching, "_workspace", lambda count: asked.append(count) or START)
+    monkeypatch.setattr(launching.ctypes, "memset", lambda *given: None)
+    tile = tile_for(3, width, width, True, False, True, 8, Format(8, 16), Format(8, 16))
+    rows, heads, ranges, threads = 3, 2, 5, 2
+    at = launching.memory(tile, rows, heads, ranges, threads, more)
+    padded = tile.padded(rows)
+    needed = (
+        8 * (heads + 2),  # counters of tasks, of threads, and of each head's finished tasks
+        heads * ranges * padded * tile.part_bytes,
+        threads * (padded * tile.scratch_bytes + tile.block_bytes),
+        more,
+    )
+    ends = [*at[1:], START + asked[0]]
+    assert all(start + size <= end for start, size, end in zip(at, needed, ends, strict=True))
+    assert at[0] == START
 
 
 def test_calls_of_other_sizes_and_numbers_of_threads_do_not_affect_each_other():

@@ -1,10 +1,15 @@
 """How fast is a prefill compared with torch's kernel? Causal, through `attend` and by hand.
 
-python benchmarks/prefill.py
+    python benchmarks/prefill.py
+    python benchmarks/prefill.py --training --lengths 2048     forward and backward, in float32
+
+The limit is the time of the products alone, at the rate of the machine's largest: two of the causal
+half forward, five backward, which computes the scores again.
 
 Targets, as a ratio of time to `sdpa(is_causal=True)`: at most 1.05 in float32, 1.02 of it at 4,096
 tokens. In bfloat16, on CPUs with bfloat16 instructions and from 2,048 tokens on, 0.7, and 0.4 with
-precision="fast"; where they are missing, 1.0.
+precision="fast"; where they are missing, 1.0. Of a training step, in float32, 0.9 if the limit
+allows it.
 """
 
 import argparse
@@ -35,12 +40,41 @@ def case(length: int, heads: int, kv_heads: int, dtype: torch.dtype, rounds: int
     rows = summary(interleave(variants, rounds=rounds), BASE)
     name = str(dtype).removeprefix("torch.")
     card(f"causal prefill, {length:,} tokens, heads {heads}/{kv_heads}, {name}", rows, BASE)
-    flops = 2 * heads * length * length * HEAD_DIM  # two products over the causal half
-    fraction = flops / (rows["regard.attend"]["ms"] / 1e3) / product_rate(dtype)
     chosen = prepare(q, k, v, mask=Causal()).name
     print(f"  regard.attend runs {chosen!r}; targets: {targets(dtype, length)}")
-    print(f"  {fraction:.0%} of the measured matrix-product rate in {name}")
-    return {"length": length, "heads": [heads, kv_heads], "dtype": name, "rows": rows}
+    limit = limit_of(2, length, heads, rows, dtype)
+    shape = {"length": length, "heads": [heads, kv_heads], "dtype": name}
+    return {**shape, "limit_ms": limit, "rows": rows}
+
+
+def training(length: int, heads: int, kv_heads: int, rounds: int) -> dict:
+    """A step forward and backward, in float32."""
+    q = torch.randn(1, heads, length, HEAD_DIM, requires_grad=True)
+    k, v = (torch.randn(1, kv_heads, length, HEAD_DIM, requires_grad=True) for _ in range(2))
+    upstream, gqa = torch.randn(1, heads, length, HEAD_DIM), heads != kv_heads
+    forwards = {
+        BASE: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
+        "regard.attend": lambda: attend(q, k, v, mask=Causal()),
+    }
+    steps = {
+        name: lambda forward=forward: torch.autograd.grad(forward(), (q, k, v), upstream)
+        for name, forward in forwards.items()
+    }
+    with torch.enable_grad():
+        rows = summary(interleave(steps, rounds=rounds), BASE)
+    card(f"causal training step, {length:,} tokens, heads {heads}/{kv_heads}, float32", rows, BASE)
+    limit = limit_of(7, length, heads, rows, torch.float32)
+    shape = {"length": length, "heads": [heads, kv_heads], "dtype": "float32", "training": True}
+    return {**shape, "limit_ms": limit, "rows": rows}
+
+
+def limit_of(products: int, length: int, heads: int, rows: dict, dtype: torch.dtype) -> float:
+    """The milliseconds of so many products over the causal half; prints the share of each row."""
+    rate = max(product_rate(dtype) for _ in range(3))  # another program may take a part of one
+    seconds = products * heads * length * length * HEAD_DIM / rate
+    shares = ", ".join(f"{name} {1e3 * seconds / row['ms']:.0%}" for name, row in rows.items())
+    print(f"  the products alone take {1e3 * seconds:.1f} ms; share of it: {shares}")
+    return 1e3 * seconds
 
 
 def targets(dtype: torch.dtype, length: int) -> str:
@@ -54,16 +88,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192])
+    parser.add_argument("--training", action="store_true", help="forward and backward")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     print(f"{THREADS} threads, {product_rate() / 1e9:.0f} GFLOP/s in float32 products")
-    results = [
-        case(length, heads, kv_heads, dtype, options.rounds)
-        for dtype in (torch.float32, torch.bfloat16)
+    shapes = [
+        (length, heads, kv_heads)
         for length in options.lengths
         for heads, kv_heads in ((16, 16), (32, 8))
     ]
+    if options.training:
+        results = [training(*shape, options.rounds) for shape in shapes]
+    else:
+        dtypes = torch.float32, torch.bfloat16
+        results = [case(*shape, dtype, options.rounds) for dtype in dtypes for shape in shapes]
     finish("prefill", results)
 
 

@@ -13,6 +13,7 @@ allows it.
 """
 
 import argparse
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -70,11 +71,17 @@ def training(length: int, heads: int, kv_heads: int, rounds: int) -> dict:
 
 def limit_of(products: int, length: int, heads: int, rows: dict, dtype: torch.dtype) -> float:
     """The milliseconds of so many products over the causal half; prints the share of each row."""
-    rate = max(product_rate(dtype) for _ in range(3))  # another program may take a part of one
-    seconds = products * heads * length * length * HEAD_DIM / rate
+    seconds = products * heads * length * length * HEAD_DIM / rate_of(dtype)
     shares = ", ".join(f"{name} {1e3 * seconds / row['ms']:.0%}" for name, row in rows.items())
     print(f"  the products alone take {1e3 * seconds:.1f} ms; share of it: {shares}")
     return 1e3 * seconds
+
+
+@functools.cache
+def rate_of(dtype: torch.dtype) -> float:
+    """The rate of products. Of three in float32, as another program may take a part of one; in
+    bfloat16 a processor without such instructions takes minutes."""
+    return max(product_rate(dtype) for _ in range(3 if dtype is torch.float32 else 1))
 
 
 def targets(dtype: torch.dtype, length: int) -> str:

@@ -52,7 +52,7 @@ def compiling(name: str, **options: object) -> None:
     def run_trained(program: Program) -> Found:
         return gradients(program, compiled(program, **options), list(program.leaves()))
 
-    # inductor takes long, and what aot traces of lengths that do not change is what it traces
+    # inductor takes long; an ordinary run has aot with dynamic lengths, and with graph breaks
     slow = "backend" not in options or (len(options) == 2 and options["backend"] == "aot_eager")
     caller(name, dear=True, only_long=slow, refusals=COMPILED)(run)
     caller(f"{name}, trained", dear=True, only_long=slow, refusals=COMPILED)(run_trained)

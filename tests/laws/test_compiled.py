@@ -59,6 +59,7 @@ def test_compiled_layers_train_as_eager_ones(traced):
     assert max(trained.values()) <= 1e-5
 
 
+@pytest.mark.long
 def test_one_graph_takes_masks_of_any_size(traced):
     masked = traced("masked", lambda name: len(MASKED.get(name, ())))
     assert max(masked.values(), default=0) <= 1e-5

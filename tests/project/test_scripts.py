@@ -92,6 +92,7 @@ def test_loading_says_how_to_install_what_it_lacks(tmp_path):
 
 
 def test_importing_regard_imports_nothing_optional():
-    names = ["transformers", "typer", "rich", "gguf", "safetensors", "tokenizers", "beartype"]
+    names = ["transformers", "typer", "rich", "gguf", "safetensors", "tokenizers"]
+    names += ["beartype", "hypothesis"]
     done = python(f"import regard, regard.hf, sys; print([n for n in {names} if n in sys.modules])")
     assert done.stdout.strip() == "[]", done.stderr

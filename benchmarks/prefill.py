@@ -99,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    print(f"{THREADS} threads, {product_rate() / 1e9:.0f} GFLOP/s in float32 products")
+    print(f"{THREADS} threads, {rate_of(torch.float32) / 1e9:.0f} GFLOP/s in float32 products")
     shapes = [
         (length, heads, kv_heads)
         for length in options.lengths

@@ -126,7 +126,7 @@ class _Files(CompileResultCacheImpl):  # type: ignore[misc]
         digest, data = stored
         if hashlib.sha256(data).digest() != digest:
             raise ValueError("the file of machine code is damaged")
-        return super().rebuild(target_context, pickle.loads(data))  # numba stores its own so
+        return super().rebuild(target_context, pickle.loads(data))  # as numba's files are
 
 
 class _Stored(FunctionCache):  # type: ignore[misc]

@@ -39,7 +39,7 @@ def repeated(
 ) -> Float[Tensor, "B L HD"] | None:
     """The merged outputs of a call that repeats the step before it; None, and the cache is as
     before, of other calls."""
-    if x.shape[1] != 1 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
     layer = filled_layer(family, module, x, given)
     step = step_of(layer, family, module, x, given)

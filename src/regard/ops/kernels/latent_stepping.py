@@ -26,7 +26,7 @@ from regard.ops.kernels.stepping import append_kernel, place_of_buffer, rotation
 from regard.ops.kernels.threads import launch
 from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, PACKED, Latents, Tile
 
-Tables = tuple[Tensor, Tensor]  # cosines and signed sines of all positions, `[P, rotated]`
+_NONE = NOWHERE[:3]  # of values and scales, which the step does not append
 
 
 class LatentPlan(NamedTuple):
@@ -88,8 +88,8 @@ class LatentPlan(NamedTuple):
         *places, turned = memory(tile, m, b * g, ranges, threads, 4 * m * g * b + queries + spare)
         of_slot = slot(of_held, length, dtype.itemsize)
         record = appending.PACKED.pack(
-            b, h, 1, d, rank, 0, 0, *rotation, *of_q[:3], *of_latent[:3], 0, 0, 0, turned,
-            *of_slot, 0, 0, 0, 0, 0, 0, 0, 0, 0, turned + queries,
+            b, h, 1, d, rank, 0, 0, *rotation, *of_q[:3], *of_latent[:3], *_NONE, turned,
+            *of_slot, *_NONE, *_NONE, *_NONE, turned + queries,
         )  # fmt: skip
         append_kernel(dtype is torch.bfloat16, False)(record)
         out = torch.empty(b, h, 1, rank, dtype=torch.float32, device="cpu")

@@ -28,12 +28,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import PROBE, ROOT, Fault, draw, faulty, install, place_of_probe, probed
 
 PATIENCE = 20.0  # times the recorded seconds of a test after which a fault counts as a hang
 LEAST = 60.0  # seconds that any test may take
+MOST = 600  # seconds of a test that is recorded: threads of a forked process can wait for ever
 
 
 def seconds() -> float:
@@ -68,12 +70,17 @@ class Recorder:
         queue, ends = os.pipe()
         os.write(ends, b"".join(at.to_bytes(4) for at in range(len(files))))
         os.close(ends)
-        children = [
-            fork(lambda: self.run(session, files, queue, reached)) for _ in range(self.workers)
-        ]
-        for child in children:
-            os.waitpid(child, 0)
+        running = {self.begin(session, files, queue, reached) for _ in range(self.workers)}
+        while running:
+            child, status = os.wait()
+            running.discard(child)
+            if os.WIFSIGNALED(status):  # a test hung or crashed: other files are recorded yet
+                running.add(self.begin(session, files, queue, reached))
         return True
+
+    def begin(self, *given: Any) -> int:
+        """The number of a process that records tests."""
+        return fork(lambda: self.run(*given))
 
     def run(
         self, session: pytest.Session, files: list[Path], queue: int, reached: set[int]
@@ -85,6 +92,7 @@ class Recorder:
                 for item, following in zip(items, [*items[1:], None], strict=True):
                     reached.clear()
                     cpu, wall = seconds(), time.perf_counter()
+                    signal.alarm(MOST)
                     failed = run_item(item, following)
                     row = {
                         "id": item.nodeid,

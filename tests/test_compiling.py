@@ -18,6 +18,7 @@ from numba.core import ccallback, config
 from numba.core.caching import IndexDataCacheFile
 from numba.core.codegen import CPUCodeLibrary
 
+from logged import records_of
 from regard import compiling
 from regard.compiling import compiled_from
 
@@ -98,39 +99,47 @@ def impatient(monkeypatch):
     logging.disable(before)
 
 
-def test_a_user_is_told_once_what_is_waited_for(folder, compiles, impatient, caplog):
+@pytest.fixture
+def logged():
+    """What a user is told."""
+    with records_of("regard") as records:
+        yield records
+
+
+def test_a_user_is_told_once_what_is_waited_for(folder, compiles, impatient, logged):
     use(1)
     use(2)
     assert len(compiles) == 2
-    (line,) = caplog.messages
+    (record,) = logged
+    line = record.getMessage()
     assert line.startswith("regard: compiling for this processor")
     assert f"once on this machine: the code is stored in {folder}" in line
-    assert [(each.name, each.levelno) for each in caplog.records] == [("regard", logging.WARNING)]
+    assert (record.name, record.levelno) == ("regard", logging.WARNING)
 
 
 def test_code_that_is_on_disk_or_compiled_quickly_is_not_mentioned(
-    folder, compiles, monkeypatch, caplog
+    folder, compiles, monkeypatch, logged
 ):
     monkeypatch.setattr(compiling, "PATIENCE", 600.0)
     use(1)
     monkeypatch.setattr(compiling, "PATIENCE", 0.0)
     use(1)
     assert len(compiles) == 1
-    assert caplog.messages == []
+    assert logged == []
 
 
-def test_code_is_stored_in_the_folder_of_regard(compiles, impatient, monkeypatch, tmp_path, caplog):
+def test_code_is_stored_in_the_folder_of_regard(compiles, impatient, monkeypatch, tmp_path, logged):
     monkeypatch.setattr(config, "CACHE_DIR", "")
     monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "mine"))
     use(1)
     use(1)
     assert len(compiles) == 1
     assert {each.parent for each in files_of(tmp_path, "nb[ic]")} == {tmp_path / "mine/compiled"}
-    assert f"stored in {tmp_path / 'mine/compiled'}" in caplog.text
+    assert f"stored in {tmp_path / 'mine/compiled'}" in logged[0].getMessage()
 
 
 def test_without_any_folder_every_process_says_so(
-    compiles, impatient, monkeypatch, caplog, tmp_path
+    compiles, impatient, monkeypatch, logged, tmp_path
 ):
     (tmp_path / "file").write_text("")  # in the folder's place
     monkeypatch.setattr(config, "CACHE_DIR", "")
@@ -138,7 +147,9 @@ def test_without_any_folder_every_process_says_so(
     use(1)
     use(1)
     assert len(compiles) == 2
-    assert "in every process, since no folder can be written; REGARD_CACHE" in caplog.text
+    assert (
+        "in every process, since no folder can be written; REGARD_CACHE" in logged[0].getMessage()
+    )
 
 
 def test_code_is_read_from_a_folder_that_cannot_be_written(folder, compiles, monkeypatch):

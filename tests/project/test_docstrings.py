@@ -14,7 +14,8 @@ import re
 from pathlib import Path
 
 import griffe
-import pytest
+
+from logged import records_of
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "src", ROOT / "packages/regard-verify/src"]
@@ -99,23 +100,22 @@ def faults_of_text(thing: griffe.Object) -> list[str]:
     return faults
 
 
-def faults_of(thing: griffe.Object, caplog: pytest.LogCaptureFixture) -> list[str]:
+def faults_of(thing: griffe.Object) -> list[str]:
     """Everything that is wrong with the docstring of a name that users import."""
     faults = faults_of_text(thing)
     if thing.docstring is not None:
-        faults += faults_of_sections(thing, caplog) + faults_of_examples(thing)
+        faults += faults_of_sections(thing) + faults_of_examples(thing)
     return faults
 
 
 STARS = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
 
 
-def faults_of_sections(thing: griffe.Object, caplog: pytest.LogCaptureFixture) -> list[str]:
+def faults_of_sections(thing: griffe.Object) -> list[str]:
     """What the parser of the site refuses, and arguments that are not those of the signature."""
-    caplog.clear()
-    with caplog.at_level("DEBUG", logger="griffe"):
+    with records_of("griffe") as records:
         sections = thing.docstring.parse("google")
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in records]
     faults = [message for message in messages if ".py:" in message]
     takes = [
         STARS.get(each.kind, "") + each.name
@@ -202,47 +202,45 @@ def test_the_packages_have_their_names():
     assert len(methods()) > 100
 
 
-def test_every_name_is_documented(caplog):
-    found = {path: faults_of(named(path), caplog) for path in documented()}
+def test_every_name_is_documented():
+    found = {path: faults_of(named(path)) for path in documented()}
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
-def faults_of_method(method: griffe.Object, caplog: pytest.LogCaptureFixture) -> list[str]:
+def faults_of_method(method: griffe.Object) -> list[str]:
     """A method needs a docstring, or overrides one that has one; fewer need a list of arguments."""
     if method.docstring is not None:
-        found = faults_of_text(method) + faults_of_sections(method, caplog)
+        found = faults_of_text(method) + faults_of_sections(method)
         return [fault for fault in found if "no section" not in fault]
     above = [base.members.get(method.name) for base in method.parent.mro()]
     documented = any(each is not None and each.docstring for each in above)
     return [] if documented else ["there is no docstring"]
 
 
-def test_every_method_is_documented(caplog):
-    found = {path: faults_of_method(named(path), caplog) for path in methods()}
+def test_every_method_is_documented():
+    found = {path: faults_of_method(named(path)) for path in methods()}
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
-def faults_of_package(
-    package: griffe.Object, constants: list[str], caplog: pytest.LogCaptureFixture
-) -> list[str]:
+def faults_of_package(package: griffe.Object, constants: list[str]) -> list[str]:
     """Constants have no docstring that `help` shows: the package's examples show them."""
     code = ast.parse("".join(example.source for example in examples_of(package)))
     shown = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)}
     return [
         *faults_of_text(package),
-        *faults_of_sections(package, caplog),
+        *faults_of_sections(package),
         *(f"no example shows {name}" for name in constants if name not in shown),
         *(f"the example uses {name}, which it does not import" for name in unbound(code)),
     ]
 
 
-def test_every_package_and_its_constants_are_documented(caplog):
+def test_every_package_and_its_constants_are_documented():
     found = {}
     for package in PACKAGES:
         thing = named(package)
         exported = importlib.import_module(package).__all__
         shown = [name for name in exported if named(f"{package}.{name}").is_attribute]
-        found[package] = faults_of_package(thing, shown, caplog)
+        found[package] = faults_of_package(thing, shown)
     assert {package: faults for package, faults in found.items() if faults} == {}
 
 
@@ -276,9 +274,9 @@ def scaled(q, k, scale):
 '''.replace("(q, k, scale):", "(q: int, k: int, scale: int) -> int:")
 
 
-def faults_of_code(code: str, caplog) -> list[str]:
+def faults_of_code(code: str) -> list[str]:
     with griffe.temporary_visited_module(code, docstring_parser="google") as module:
-        return faults_of(module["scaled"], caplog)
+        return faults_of(module["scaled"])
 
 
 BROKEN = {
@@ -312,12 +310,12 @@ BROKEN = {
 }
 
 
-def test_broken_docstrings_are_found(caplog):
-    assert faults_of_code(GOOD, caplog) == []
+def test_broken_docstrings_are_found():
+    assert faults_of_code(GOOD) == []
     for fault, breaks in BROKEN.items():
         code = breaks(GOOD)
         assert code != GOOD
-        found = faults_of_code(code, caplog)
+        found = faults_of_code(code)
         assert any(fault in each for each in found), (fault, found)
 
 
@@ -345,14 +343,12 @@ class Pair(Base):
 '''
 
 
-def test_broken_classes_and_packages_are_found(caplog):
+def test_broken_classes_and_packages_are_found():
     def found(code):
         with griffe.temporary_visited_module(code, docstring_parser="google") as module:
             pair = module["Pair"]
-            methods = [faults_of_method(pair[name], caplog) for name in ("known", "sum")]
-            return [
-                fault for each in (faults_of_sections(pair, caplog), *methods) for fault in each
-            ]
+            methods = [faults_of_method(pair[name]) for name in ("known", "sum")]
+            return [fault for each in (faults_of_sections(pair), *methods) for fault in each]
 
     assert found(CLASS) == []
     assert "the class" in found(CLASS.replace("        v: values.\n", ""))[0]
@@ -360,4 +356,4 @@ def test_broken_classes_and_packages_are_found(caplog):
     assert found(CLASS.replace('"""Both together."""', "...")) == ["there is no docstring"]
 
     package = named("regard.rope")
-    assert faults_of_package(package, ["MISSING"], caplog) == ["no example shows MISSING"]
+    assert faults_of_package(package, ["MISSING"]) == ["no example shows MISSING"]

@@ -116,12 +116,25 @@ def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) ->
         if append.slabs[row] and stop % size:
             _clear_rest(_page(table, stop // size), stop % size, size)
     for slab, found in runs.items():
+        if [each[:3] for each in found] == [(row, 0, append.added) for row in range(len(tables))]:
+            _write_all(slab, found, new)
+            continue
         tokens = [[each[r.row].narrow(1, r.first, r.size) for r in found] for each in new]
         if len(found) == 1:
             slab.put(found[0].place, [each[0] for each in tokens])
         else:
             places = [torch.arange(r.place, r.place + r.size, device="cpu") for r in found]
             slab.write(torch.cat(places), [torch.cat(each, 1) for each in tokens])
+
+
+def _write_all(slab: Slab, runs: Sequence[Run], new: Sequence[Tensor]) -> None:
+    """Write all new tokens, a run for each row: a few operators, however many rows there are."""
+    if len(runs) == 1:
+        slab.put(runs[0].place, [each[0] for each in new])
+        return
+    starts = torch.tensor([each.place for each in runs], device="cpu")
+    places = starts[:, None] + torch.arange(runs[0].size, device="cpu")
+    slab.write(places.flatten(), [each.transpose(0, 1).flatten(1, 2) for each in new])
 
 
 def _add(runs: list[Run], run: Run) -> None:

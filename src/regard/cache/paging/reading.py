@@ -221,11 +221,9 @@ class Segment(NamedTuple):
             views = [_side_by_side(each, first, size, rows) for each in slab.streams]
             return Part(start, stop, streams_of(views))
         tokens = self.size * page_size
-        streams = [
-            PagedStream(each, table, page_size, 0, tokens, slab.read_on).narrow(offset, size)
-            for each in slab.streams
-        ]
-        return Part(start, stop, Streams(streams))
+        whole = PagedStream(slab.streams[0], table, page_size, 0, tokens, slab.read_on)
+        shown = whole.narrow(offset, size)  # once: keys and values have one table
+        return Part(start, stop, Streams([shown._replace(slab=each) for each in slab.streams]))
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
         """The values of rows whose pages lie in different slabs: these are few, around tails."""

@@ -116,25 +116,20 @@ def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) ->
         if append.slabs[row] and stop % size:
             _clear_rest(_page(table, stop // size), stop % size, size)
     for slab, found in runs.items():
-        if [each[:3] for each in found] == [(row, 0, append.added) for row in range(len(tables))]:
-            _write_all(slab, found, new)
-            continue
-        tokens = [[each[r.row].narrow(1, r.first, r.size) for r in found] for each in new]
         if len(found) == 1:
-            slab.put(found[0].place, [each[0] for each in tokens])
+            ((row, first, count, place),) = found
+            slab.put(place, [each[row].narrow(1, first, count) for each in new])
         else:
-            places = [torch.arange(r.place, r.place + r.size, device="cpu") for r in found]
-            slab.write(torch.cat(places), [torch.cat(each, 1) for each in tokens])
+            at = [place for run in found for place in range(run.place, run.place + run.size)]
+            places = torch.tensor(at, dtype=torch.int64, device="cpu")
+            slab.write(places, [_joined(found, each) for each in new])
 
 
-def _write_all(slab: Slab, runs: Sequence[Run], new: Sequence[Tensor]) -> None:
-    """Write all new tokens, a run for each row: a few operators, however many rows there are."""
-    if len(runs) == 1:
-        slab.put(runs[0].place, [each[0] for each in new])
-        return
-    starts = torch.tensor([each.place for each in runs], device="cpu")
-    places = starts[:, None] + torch.arange(runs[0].size, device="cpu")
-    slab.write(places.flatten(), [each.transpose(0, 1).flatten(1, 2) for each in new])
+def _joined(runs: Sequence[Run], new: Tensor) -> Tensor:
+    """The tokens of these runs side by side, `[G, n, W]`."""
+    if [run[:3] for run in runs] == [(row, 0, new.shape[2]) for row in range(len(new))]:
+        return new.transpose(0, 1).flatten(1, 2)  # all of them, as a step of a batch has them
+    return torch.cat([new[r.row].narrow(1, r.first, r.size) for r in runs], 1)
 
 
 def _add(runs: list[Run], run: Run) -> None:

@@ -1,6 +1,7 @@
 """What every test shares: one thread, fixed seeds, the tier of each test, and what cannot run."""
 
 import gc
+import logging
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,8 @@ NEEDS = {  # modules that need an optional package
 }
 collect_ignore = [path for path, package in NEEDS.items() if not find_spec(package)]
 pytest.register_assert_rewrite("contract", "kernel_checks", "layers", "plain")
+# Without a handler, warnings that are logged go to stderr, where tests read what a command prints.
+logging.getLogger().addHandler(logging.NullHandler())
 # Without a GPU, `torch.manual_seed` notes for later from where it was called: that takes 2 ms.
 SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 # Collecting garbage takes a twelfth of the time: none while modules are imported, and a collection

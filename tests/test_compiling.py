@@ -91,12 +91,9 @@ def test_a_part_is_optimised_within_its_kernel_alone(folder, compiles, monkeypat
 def impatient(monkeypatch):
     """A user is told at once that code is compiled; nothing was said before."""
     monkeypatch.setattr(compiling, "PATIENCE", 0.0)
-    before = logging.root.manager.disable
-    logging.disable(logging.NOTSET)  # another test may have disabled warnings
     compiling._announce.cache_clear()
     yield
     compiling._announce.cache_clear()
-    logging.disable(before)
 
 
 @pytest.fixture

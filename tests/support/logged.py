@@ -14,13 +14,15 @@ MANY = 1_000_000  # records, more than any test logs: a full handler would forge
 
 @contextmanager
 def records_of(name: str) -> Iterator[list[logging.LogRecord]]:
-    """Every record of this logger and of those below it, as it is logged."""
+    """Every record of this logger and of those below it, even if another test disabled logging."""
     logger, handler = logging.getLogger(name), BufferingHandler(MANY)
-    before = logger.level
+    level, disabled = logger.level, logging.root.manager.disable
+    logging.disable(logging.NOTSET)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
         yield handler.buffer
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
         logger.removeHandler(handler)
+        logging.disable(disabled)

@@ -120,9 +120,9 @@ def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) ->
             ((row, first, count, place),) = found
             slab.put(place, [each[row].narrow(1, first, count) for each in new])
         else:
-            at = [place for run in found for place in range(run.place, run.place + run.size)]
-            places = torch.tensor(at, dtype=torch.int64, device="cpu")
-            slab.write(places, [_joined(found, each) for each in new])
+            sizes, starts = torch.tensor([(r.size, r.place) for r in found], device="cpu").T
+            at = (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
+            slab.write(at + torch.arange(len(at), device="cpu"), [_joined(found, x) for x in new])
 
 
 def _joined(runs: Sequence[Run], new: Tensor) -> Tensor:

@@ -221,8 +221,8 @@ class Segment(NamedTuple):
             views = [_side_by_side(each, first, size, rows) for each in slab.streams]
             return Part(start, stop, streams_of(views))
         tokens = self.size * page_size
-        whole = PagedStream(slab.streams[0], table, page_size, 0, tokens, slab.read_on)
-        shown = whole.narrow(offset, size)  # once: keys and values have one table
+        every = PagedStream(slab.streams[0], table, page_size, 0, tokens, slab.read_on)
+        shown = every.narrow(offset, size)  # once: keys and values have one table
         return Part(start, stop, Streams([shown._replace(slab=each) for each in slab.streams]))
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:

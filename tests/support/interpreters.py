@@ -63,8 +63,13 @@ def _start() -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(process.kill)
+    atexit.register(_end, process)
     return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()  # closes the pipes
 
 
 def main() -> None:

@@ -35,6 +35,8 @@ class Backend(NamedTuple):
         reads: the classes of streams that it reads as they are stored, each with a function that
             says whether it reads these; others are copied to tensors first.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
+        run_parts: the output for keys in pages or in several parts, or None, and they are read one
+            part at a time; None of a backend that always reads them so.
     """
 
     objection: "Callable[[Call], str | None]"
@@ -43,6 +45,7 @@ class Backend(NamedTuple):
     partial: "Callable[[Call, Tensor, Any, Any], Partial]"
     reads: Reads = MappingProxyType({})
     note: "Callable[[Call], str | None] | None" = None
+    run_parts: "Callable[[Call, Tensor, Sequence[Part]], Tensor | None] | None" = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,23 +135,30 @@ class Prepared(NamedTuple):
         """
         return self.stored_as(storage_of(tuple(visible_parts(self.span, parts))))
 
-    def _reading(self, parts: Iterable[Part]) -> tuple["Prepared", Iterator[Part]]:
+    def _reading(self, parts: Iterable[Part]) -> tuple["Prepared", Iterable[Part]]:
         """This call with the storage of these parts, and the parts it sees. Parts that are computed
         while they are read are stored alike: the first two are looked at."""
         seen = visible_parts(self.span, parts)
-        some = tuple(seen if isinstance(parts, (tuple, list)) else islice(seen, 2))
+        if isinstance(parts, (tuple, list)):
+            every = tuple(seen)
+            return self.stored_as(storage_of(every)), every
+        some = tuple(islice(seen, 2))
         return self.stored_as(storage_of(some)), chain(some, seen)
 
-    def _run(self, q: Float[Tensor, "B H L D"], parts: Iterator[Part]) -> Float[Tensor, "B H L Dv"]:
-        call, read = self.call, parts
+    def _run(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Float[Tensor, "B H L Dv"]:
+        call, read, run_parts = self.call, iter(parts), self.backend.run_parts
         if call.storage.several:
+            if run_parts is not None and isinstance(parts, tuple):
+                out = run_parts(call, q, parts)
+                if out is not None:
+                    return out
             read = self._read(parts)
         first, second = next(read), next(read, None)
         if second is None:
             return attend_rows(self.backend, call.over(first), q, first)[0]
         return self._partial(q, chain((first, second), read)).out.to(call.dtype)
 
-    def _read(self, parts: Iterator[Part]) -> Iterator[Part]:
+    def _read(self, parts: Iterable[Part]) -> Iterator[Part]:
         """The parts as the backend reads them: as one, if it cannot merge several."""
         if not reads_in_parts(self.call, self.backend):
             yield concatenated(part.in_one() for part in parts)

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from regard import hf
+from regard import PagePool, hf
 from regard.hf.running import heads, steps
 from regard.ops.observed import calls_run
 
@@ -39,13 +39,14 @@ CACHES = {
     "growing": {},
     "static": {"max_length": 64},
     "sliding": {},
+    "paged": {"page_size": 16, "tokens": 64},
     "int8": {},
     "k8v4": {},
     "k6v4": {},
 }
 
 
-def decoded(model, kind, tokens, **options):
+def decoded(model, kind, tokens, /, **options):
     """The logits of a prompt of 5 tokens, then of one token after the other."""
     cache = hf.cache(model, kind, **options)
     with torch.no_grad():
@@ -85,7 +86,7 @@ def test_logits_are_the_models_own(name, kind, monkeypatch):
         assert count == 0
     else:
         assert count >= (5 if name == "windows" else 20)
-    if kind in ("growing", "static", "sliding"):
+    if kind in ("growing", "static", "sliding", "paged"):
         assert torch.allclose(got, expected, atol=2e-5)
         return
     monkeypatch.setattr(heads, "repeated_step", lambda *call: None)
@@ -136,6 +137,71 @@ def test_a_step_repeats_up_to_so_many_keys(name, kind, options, most):
         model(torch.randint(0, 50, (1, 5)), past_key_values=cache)
         model(torch.tensor([[3]]), past_key_values=cache)
     assert [layer.step.most for layer in cache.layers] == [most, most]
+
+
+def pages_of(model, pool, tokens):
+    cache = hf.cache(model, "paged", pool=pool, prefixes=False)
+    model(tokens, past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def test_steps_over_pages_go_on_between_other_operations(monkeypatch):
+    """The memory grows for other caches and moves, pages are copied and released; a fork goes on
+    by itself."""
+    model, pool = MODELS["llama"]().eval(), PagePool(400, 16)
+    held = torch.randint(0, 50, (2, 5))
+    hf.install(model)
+    cache, others, taken, run = pages_of(model, pool, held), [], [], steps.InstalledStep.run
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+    for step, token in enumerate(torch.randint(0, 50, (60, 2, 1))):
+        got, held = model(token, past_key_values=cache).logits, torch.cat([held, token], 1)
+        assert torch.allclose(got, model(held).logits[:, -1:], atol=2e-5), step
+        if step % 9 == 2:
+            others.append(pages_of(model, pool, torch.randint(0, 50, (7, 40))))
+        if step % 7 == 3:
+            fork = cache.fork()
+            for _ in range(3):
+                model(token, past_key_values=fork)
+        if step % 11 == 6:
+            cache.reorder(torch.tensor([1, 0]))
+            held = held.flip(0)
+        if step % 13 == 5:
+            cache.crop(-4)
+            held = held[:, :-4]
+        if step % 10 == 4:
+            for each in cache.layers[0].cache.buffers:
+                each.share_memory_()
+        if step % 20 == 15:
+            others.clear()
+    assert sum(each is not None for each in taken) > 60
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "steps_taken"),
+    [
+        ({"page_size": 16, "tokens": 64}, [0, 1, 1, 1, 1, 0, 0, 1, 1]),  # the 16th token fills one
+        ({"page_size": 8, "tokens": 64}, [0] * 9),  # the kernel reads pages of 16 tokens or more
+        ({"page_size": 16, "tokens": 64, "format": "K8V8"}, [0] * 9),
+    ],
+)
+def test_which_steps_over_pages_repeat(options, steps_taken, monkeypatch):
+    model = MODELS["llama"]().eval()
+    hf.install(model)
+    cache, taken, run = hf.cache(model, "paged", **options), [], steps.InstalledStep.run
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+    model(torch.randint(0, 50, (1, 10)), past_key_values=cache)
+    counts = []
+    for token in torch.randint(0, 50, (9, 1, 1)):
+        taken.clear()
+        model(token, past_key_values=cache)
+        counts.append(sum(each is not None for each in taken) / 2)
+    assert counts == steps_taken
 
 
 def test_rows_of_different_lengths_are_no_steps(stepping):

@@ -14,6 +14,8 @@ from regard import (
     KVCache,
     MultiHeadAttention,
     Padding,
+    PagedCache,
+    PagePool,
     Part,
     QuantizedCache,
     attend,
@@ -26,6 +28,7 @@ from regard.cache.parts import Storage, Streams, storage_of
 from regard.ops import choose, memo
 from regard.ops.backends import BACKENDS, fused
 from regard.ops.observed import backends_run
+from regard.ops.prepared import Prepared
 from session import LONG
 
 pytest.importorskip("numba")
@@ -467,3 +470,83 @@ def test_calls_with_codes_of_few_bits_need_wider_heads():
         with pytest.raises(ValueError, match="multiples of 16"):
             call.stored_as(Storage((QuantizedStream,), bits))
     assert call.stored_as(Storage((QuantizedStream,), 8)).name == "fused"
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "joined"),
+    [
+        ("plain", torch.float32, False),
+        ("plain", torch.bfloat16, True),
+        ("K8V8", torch.bfloat16, False),
+        ("K4V4", torch.float32, False),
+    ],
+    ids=str,
+)
+def test_the_parts_of_pages_run_at_once(format, dtype, joined, monkeypatch):
+    """The first page, codes and the open page of rows that share none, as a step returns them."""
+    torch.manual_seed(7)
+    cache, widths = PagedCache(PagePool(40, 16, format=format)), (32,) if joined else (32, 32)
+    cache.update(*(torch.randn(2, 2, 100, width).to(dtype) + 1 for width in widths))
+    q, new = (
+        torch.randn(2, 12, 1, 32).to(dtype),
+        [torch.randn(2, 2, 1, w).to(dtype) for w in widths],
+    )
+    v_width = 16 if joined else 32
+    call = prepare(
+        q, new[0], new[-1][..., :v_width], mask=Causal(), span=cache.span(1), backend="fused"
+    )
+    parts = cache.update(*new)
+    k = torch.cat([part.streams[0] for part in parts], 2)
+    v = k[..., :v_width] if joined else torch.cat([part.streams[1] for part in parts], 2)
+    wanted = attend(q.double(), k.double(), v.double(), backend="eager")
+    with backends_run() as ran, monkeypatch.context() as patch:
+        patch.delattr(PagedStream, "copied")
+        patch.delattr(Prepared, "_partial")
+        out = call.run(q, parts)
+    assert len(parts) == (1 if format == "plain" else 3)
+    assert ran == {"fused": 1}
+    assert out.dtype == dtype
+    sizes = q.double().abs().amax((1, 2)) @ k.double().abs().amax(1).mT
+    bound = cases.bound(dtype, v.abs().max().item(), sizes.max().item() * 32**-0.5)
+    assert (out - wanted).abs().max() <= bound
+
+
+def at_once(parts, q=None, k=None, **given):
+    """The output of parts at once, or None, under a mask over as many keys."""
+    q = torch.ones(2, 2, 1, 16) if q is None else q
+    k = torch.cat([part.streams[0] for part in parts], 2) if k is None else k
+    call = prepare(q, k, k, **given).call
+    return fused.run_parts(call, q, parts)
+
+
+def test_parts_that_do_not_run_at_once():
+    k = torch.randn(2, 2, 20, 16)
+    halves = [Part(0, 8, (k[:, :, :8],) * 2), Part(8, 20, (k[:, :, 8:],) * 2)]
+    wanted = attend(torch.ones(2, 2, 1, 16), k, k, backend="eager")
+    torch.testing.assert_close(at_once(halves), wanted, rtol=0, atol=2e-6)
+    assert at_once(halves, mask=Padding(torch.arange(20)[None].expand(2, -1) > 3)) is None
+    assert at_once(halves, score_bias=torch.zeros(2, 1, 20)) is None
+    assert at_once(halves, sinks=torch.zeros(2)) is None
+    shared = Part(0, 8, tuple(x[:1].expand(2, -1, -1, -1) for x in halves[0].streams))
+    assert at_once([shared, halves[1]]) is None
+    memory, table = torch.randn(1, 2, 32, 16), torch.tensor([[0], [1]])
+    paged = PagedStream(memory, table, 16, 0, 8)
+    assert at_once([Part(0, 8, Streams([paged, paged])), halves[1]]) is not None
+    narrow = paged._replace(page_size=8)
+    assert at_once([Part(0, 8, Streams([narrow, narrow])), halves[1]]) is None
+    mixed = Part(0, 8, Streams([halves[0].streams[0], paged]))
+    assert at_once([mixed, halves[1]]) is None
+    with pytest.raises(AssertionError, match="share their pages"):
+        at_once([Part(0, 8, Streams([paged, paged._replace(start=1)])), halves[1]])
+
+
+def test_a_part_of_infinite_keys_has_no_share():
+    k = torch.randn(2, 2, 20, 16)
+    k[:, :, :8] = -torch.inf
+    v = torch.randn(2, 2, 20, 16)
+    parts = [Part(0, 8, (k[:, :, :8], v[:, :, :8])), Part(8, 20, (k[:, :, 8:], v[:, :, 8:]))]
+    q = torch.ones(2, 2, 1, 16)
+    wanted = attend(q, k[:, :, 8:], v[:, :, 8:], backend="eager")
+    torch.testing.assert_close(at_once(parts, q, k), wanted, rtol=0, atol=2e-6)
+    nothing = [Part(0, 4, (k[:, :, :4], v[:, :, :4])), Part(4, 8, (k[:, :, 4:8], v[:, :, 4:8]))]
+    assert torch.equal(at_once(nothing, q, k[:, :, :8]), torch.zeros(2, 2, 1, 16))

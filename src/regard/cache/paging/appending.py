@@ -118,7 +118,9 @@ def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) ->
     for slab, found in runs.items():
         if len(found) == 1:
             ((row, first, count, place),) = found
-            slab.put(place, [each[row].narrow(1, first, count) for each in new])
+            of_row = [each[row] for each in new]
+            whole = count == append.added
+            slab.put(place, of_row if whole else [x.narrow(1, first, count) for x in of_row])
         else:
             sizes, starts = torch.tensor([(r.size, r.place) for r in found], device="cpu").T
             at = (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)

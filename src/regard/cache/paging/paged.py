@@ -6,6 +6,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from regard.cache.codes import QuantizedStream
 from regard.cache.paging import appending
 from regard.cache.paging.files import arguments_of, cache_record, filled
 from regard.cache.paging.memory import Kind, Memory
@@ -153,6 +154,27 @@ class PagedCache(Stored):
             if last is not rows.tables:
                 rows.replace(last, retires=True)
             return parts
+
+    @property
+    def buffers(self) -> tuple[Tensor | QuantizedStream, ...]:
+        """The memory `[1, G, tokens of all pages, W]` of the streams in open pages."""
+        return () if self._kind is None else self._kind.open.streams
+
+    @property
+    def open_table(self) -> Tensor | None:
+        """The pages of each row, `[B, n]`, all in `buffers`, where the next token of every row goes
+        into its open page and does not fill it; None where it does not, where pages may leave, or
+        before the pages were read."""
+        kind, place = self._kind, self.length % self.memory.page_size
+        if kind is None or kind.open is not kind.sealed or self._lengths.rows is not None:
+            return None
+        if self.window is not None or self.memory.offloading is not None:
+            return None
+        return self._rows.only_table if 0 < place < self.memory.page_size - 1 else None
+
+    def count(self, new: int) -> None:
+        """Count tokens that have been written to the open pages."""
+        self._lengths = self._lengths.grown(new)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""

@@ -171,12 +171,12 @@ class Slab:
     def put(self, start: int, tokens: Sequence[Tensor]) -> None:
         """`write` to the tokens from `start` on."""
         for buffer, values, run in self._coded(tokens):
-            buffer[0].narrow(1, start // run, values.shape[1]).copy_(values)
+            buffer.narrow(2, start // run, values.shape[1]).copy_(values)
 
     def _coded(self, tokens: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Each buffer, streams `[G, n, W]` as it stores them, and the tokens that share a row."""
         for stream, outline, values in zip(self.streams, self.outlines, tokens, strict=True):
-            buffers, stored = _buffers(stream), _stored(values.detach(), outline)
+            buffers, stored = _buffers(stream), _stored(values, outline)
             yield from zip(buffers, stored, (1, outline.run)[: len(buffers)], strict=True)
 
     def read(self, at: Int64[Tensor, " n"]) -> tuple[Tensor, ...]:
@@ -245,6 +245,8 @@ def _buffers(stream: Tensor | QuantizedStream) -> tuple[Tensor, ...]:
 
 def _stored(values: Tensor, outline: Outline) -> tuple[Tensor, ...]:
     """Values `[G, n, W]` as they are stored: themselves, or codes and scales."""
+    if values.requires_grad:
+        values = values.detach()
     if outline.bits is None:
         return (values,)
     if outline.run > 1:

@@ -167,7 +167,7 @@ def _side_by_side(slab: Values, first: int, size: int, rows: int, apart: int = 0
     slab, the next row's `apart` tokens later."""
     found = _narrowed(slab, first, size)
     if not apart:
-        return _each(found, lambda x: x.expand(rows, -1, -1, -1))
+        return found if rows == 1 else _each(found, lambda x: x.expand(rows, -1, -1, -1))
 
     def of_rows(x: Tensor) -> Tensor:
         run = slab.run if isinstance(slab, QuantizedStream) and x.dtype != torch.uint8 else 1
@@ -217,7 +217,7 @@ class Segment(NamedTuple):
         if slab is None or table is None:
             return Part(start, stop, self._gathered(offset, size))
         if self.begin is not None and slab.read_on is None and not slab.shares_scales:
-            first, rows = self.begin * page_size + offset, len(table)
+            first, rows = self.begin * page_size + offset, table.shape[0]
             views = [_side_by_side(each, first, size, rows) for each in slab.streams]
             return Part(start, stop, streams_of(views))
         tokens = self.size * page_size

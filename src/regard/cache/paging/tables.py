@@ -182,6 +182,13 @@ class Tables:
             self.reading = Reading(self.memory.operation(), parts)
         return parts or (Part(start, start, like),)
 
+    @property
+    def only_table(self) -> Tensor | None:
+        """The pages of each row, `[rows, n]`, that were read last, if all lie in one slab."""
+        if self._read is None or self._read[0] is not self.tables or len(self._read[1]) != 1:
+            return None
+        return self._read[1][0].table
+
     # ---- bytes ----
 
     def page_bytes(self) -> int:

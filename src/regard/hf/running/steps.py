@@ -4,13 +4,15 @@ The settings that the step before checked still hold in the next one, which need
 its own. The operators that do the same take several times as long as their work in a small model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from regard.cache import KVCache, QuantizedCache, StaticCache
+from regard.cache import KVCache, PagedCache, QuantizedCache, StaticCache
 from regard.cache.parts import AnyStream
 from regard.cache.quantized import streams_with_room
 from regard.hf.families import rotating
@@ -18,6 +20,8 @@ from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
 from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
 from regard.ops.backends import BACKENDS
+from regard.ops.backends.fused import LEAST_PAGE
+from regard.ops.call import Call
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.observed import CALLS, report_backend
 from regard.ops.prepared import Prepared
@@ -27,7 +31,8 @@ from regard.tracing import in_backward, is_immediate
 FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stays the choice: its
 # lead over torch's kernels grows with the number of keys
 _SAVED = 14  # operators that `fused` starts in a call of its own, and a step does not
-_IN_PLACE = KVCache, StaticCache, QuantizedCache  # caches whose keys stay where they are
+# caches whose keys stay where they are
+_IN_PLACE = KVCache, StaticCache, QuantizedCache, PagedCache
 Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
@@ -46,7 +51,7 @@ class InstalledStep(NamedTuple):
     scale: float  # of the scores
     version: int  # of the rates by which the step was chosen
 
-    def fits(self, cache: KVCache | StaticCache | QuantizedCache, x: Tensor) -> bool:
+    def fits(self, cache: KVCache | StaticCache | QuantizedCache | PagedCache, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the step."""
         if cache.buffers is not self.held or cache.length >= self.most:
             return False
@@ -152,14 +157,10 @@ def record_step(
     streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else held
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
-    from regard.ops.kernels.encoding import codes_of  # imports numba
-    from regard.ops.kernels.stepping import Plan
-
-    codes = codes_of(streams)
-    if codes is None:
+    run_one = _of_pages(prepared, cache) if type(cache) is PagedCache else _of(prepared, streams)
+    if run_one is None:
         return
     call = prepared.call
-    heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
     layer.step = InstalledStep(
         settings=settings_of(family, module),
         shape=x.shape,
@@ -167,10 +168,47 @@ def record_step(
         held=held,
         streams=tuple(streams),
         most=most_keys(prepared, held[0].shape[2]),
-        run_one=Plan.of(call.dtype, call.batch, *heads, *codes).run,
+        run_one=run_one,
         scale=call.scale,
         version=SPEED.version,
     )
+
+
+def _of(prepared: Prepared, streams: Sequence[AnyStream]) -> Callable[..., Tensor | None] | None:
+    """The compiled function of a step over buffers; None if their codes are of another kind."""
+    from regard.ops.kernels.encoding import codes_of  # imports numba
+    from regard.ops.kernels.stepping import Plan
+
+    codes = codes_of(streams)
+    return None if codes is None else Plan.of(*_sizes(prepared.call), *codes).run
+
+
+def _of_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | None] | None:
+    """The compiled function of a step over the pages of a cache; None if it cannot read them."""
+    from regard.ops.kernels.paged_stepping import PagedPlan  # imports numba
+
+    page_size = cache.memory.page_size
+    if cache.open_table is None or page_size < LEAST_PAGE:
+        return None
+    return partial(_step_in_pages, cache, PagedPlan.of(*_sizes(prepared.call), page_size))
+
+
+def _step_in_pages(
+    cache: PagedCache, plan: Any, q: Tensor, k: Tensor, v: Tensor, *held: Tensor, **options: Any
+) -> Tensor | None:
+    """Run a step over the pages of a cache, in memory that other caches share. None if the token
+    opens or fills a page, or the memory is another one by now."""
+    with cache.memory.lock:
+        table = cache.open_table
+        if table is None or any(map(is_not, cache.buffers, held)):
+            return None
+        found: Tensor | None = plan.run(q, k, v, *held, table, **options)
+        return found
+
+
+def _sizes(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:
+    heads, widths = (call.num_heads, call.num_kv_heads), (call.head_dim, call.v_head_dim)
+    return call.dtype, call.batch, *heads, *widths
 
 
 def is_repeatable(prepared: Prepared, cache: Any) -> bool:

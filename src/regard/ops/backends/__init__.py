@@ -23,7 +23,14 @@ BACKENDS: dict[str, Backend] = {
         grouped.objection, grouped.estimate, grouped.run, grouped.partial, grouped.READS
     ),
     "latents": Backend(latents.objection, latents.estimate, latents.run, latents.partial),
-    "fused": Backend(fused.objection, fused.estimate, fused.run, fused.partial, fused.READS),
+    "fused": Backend(
+        fused.objection,
+        fused.estimate,
+        fused.run,
+        fused.partial,
+        fused.READS,
+        run_parts=fused.run_parts,
+    ),
     "tiled": Backend(tiled.objection, tiled.estimate, tiled.run, tiled.partial),
     "blocked": Backend(
         blocked.objection, blocked.estimate, blocked.run, blocked.partial, note=blocked.note

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
-from regard.cache.parts import AnyStream, to_tensor
+from regard.cache.parts import AnyStream, Part, to_tensor
+from regard.cache.rotation import hadamard
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
     Readable,
@@ -27,22 +28,24 @@ from regard.ops.backends.common import (
     is_finite,
     run_stored_and_check,
 )
-from regard.ops.call import Call, Reads, is_empty, is_everything, shown
+from regard.ops.call import Call, Reads, hides_nothing, is_empty, is_everything, shown
 from regard.ops.estimates import mask_seconds
 from regard.ops.mask_tensors import addend_once
+from regard.ops.observed import BACKEND_RUNS, report_backend
 from regard.ops.partial import Partial, merge
-from regard.ops.parts import GATHERED
+from regard.ops.parts import GATHERED, rotation_of
 from regard.ops.rebuilt_keys import RebuiltKeys
 from regard.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
-_LEAST_PAGE = 16  # tokens: the kernel's shortest block
+LEAST_PAGE = 16  # tokens: the kernel's shortest block
 _PIECE = GATHERED  # tokens copied out of pages at a time
 _LANES = 8  # elements: head dims are multiples of this on every machine, if of no longer vector
 _DEQUANTISING = 3  # floating-point operations in the time that one code takes to dequantise
 _CALLS = 17  # operators around the kernel
 _MASK = 8  # operators that reading a mask takes, made once for all layers of a pass
 _SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes
+_LOWEST = -3e38  # instead of the log-sum-exp of no key, which is -inf: shares stay numbers
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -100,13 +103,63 @@ def partial(call: Call, q: Float[Tensor, "B H L D"], k: AnyStream, v: AnyStream)
     return _partial(call, *_attend(call, q, k, v))
 
 
+def run_parts(
+    call: Call, q: Float[Tensor, "B H L D"], parts: Sequence[Part]
+) -> Float[Tensor, "B H L Dv"] | None:
+    """Run the kernel on pages, or on one part after another, and merge the results. None if keys
+    are hidden, if rows of the batch share a part, or if a part is not read as it is stored."""
+    from regard.ops.kernels.launching import decode, empty_results
+
+    if not hides_nothing(call) or call.sinks is not None:
+        return None
+    for part in parts:
+        if not _reads(part.stored) or (call.batch > 1 and part.is_shared):
+            return None
+    if BACKEND_RUNS:
+        report_backend(run)
+    rows, width = _rows(call, q), call.v_head_dim
+    outs, lses = empty_results((len(parts), *rows.shape[:3], width))
+    for part, out, lse in zip(parts, outs.unbind(), lses.unbind(), strict=True):
+        k, v = part.stored[0], part.stored[-1]
+        some, of_keys, of_values = rows, rotation_of(k), rotation_of(v)
+        if of_keys:
+            some = _rows(call, hadamard(q.float(), of_keys))
+        pages = _pages_of(k, v) if isinstance(k, PagedStream) else None
+        of_v = None if v is k else _memory_of(v)  # one stream has both
+        decode(some, _memory_of(k), of_v, scale=call.scale, width=width, pages=pages,
+               results=(out, lse))  # fmt: skip
+        if of_values:
+            out.copy_(hadamard(out, of_values))
+    if len(parts) > 1:  # a part may have no score but -inf, of infinite keys
+        shares = lses.clamp_min_(_LOWEST).softmax(0)
+        outs = (outs * shares.unsqueeze(-1)).sum(0, keepdim=True)
+    return unfold_heads(outs[0], call.num_queries).to(call.dtype)
+
+
+def _reads(stored: Sequence[AnyStream]) -> bool:
+    """Whether the kernel reads streams where they lie: pages, or tensors and codes."""
+    if isinstance(stored[0], PagedStream):
+        return reads_pages(stored)
+    return all(isinstance(each, Tensor | QuantizedStream) for each in stored)
+
+
+def _memory_of(x: AnyStream) -> Readable:
+    """A stream as the kernel reads it: of pages, the memory in which they lie."""
+    return x.slab if isinstance(x, PagedStream) else _columns_together(_readable(x))
+
+
+def _rows(call: Call, q: Tensor) -> Tensor:
+    """The queries of the heads that share a key head, as rows that lie together."""
+    return _columns_together(fold_heads(q, call.num_kv_heads))
+
+
 def reads_pages(stored: Sequence[AnyStream]) -> bool:
     """Whether the kernel reads these streams through their table: pages of 16 tokens or more, in
     plain memory on the CPU. Others are gathered before."""
     first = stored[0]
     return (
         isinstance(first, PagedStream)
-        and first.page_size >= _LEAST_PAGE
+        and first.page_size >= LEAST_PAGE
         and _is_plain(first.table)
         and (first.table.stride(1) == 1 or first.table.shape[1] == 1)
         and all(
@@ -156,7 +209,7 @@ def _attend(call: Call, q: Tensor, k: AnyStream, v: AnyStream) -> tuple[Tensor, 
         return _attend_latents(call, q, k, to_tensor(v))
     from regard.ops.kernels.launching import decode
 
-    rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), addend_once(call, _addend)
+    rows, bias = _rows(call, q), addend_once(call, _addend)
 
     def compute(k: Readable, v: Readable) -> tuple[Tensor, Tensor]:
         k = _columns_together(k)
@@ -171,20 +224,27 @@ def _attend_pages(call: Call, q: Tensor, k: PagedStream, v: PagedStream) -> tupl
     """Attend to keys and values in pages. Where the output is not finite, hidden tokens may be the
     reason: the pages are then copied, some tokens at a time."""
     from regard.ops.kernels.launching import decode
-    from regard.ops.kernels.tiles import KeyPages
 
-    slab, table, size, skipped, keys = k[:5]
-    same = v.table is table or v.table.equal(table)
-    assert same and v[2:5] == (size, skipped, keys), "keys and values share their pages"
-    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), KeyPages(*k[1:5])
-    bias = addend_once(call, _addend)
+    rows, bias, pages = _rows(call, q), addend_once(call, _addend), _pages_of(k, v)
     of_values, width = (None, call.v_head_dim) if call.joined else (v.slab, None)
-    out, lse = decode(rows, slab, of_values, scale=call.scale, bias=bias, width=width, pages=pages)
+    out, lse = decode(
+        rows, k.slab, of_values, scale=call.scale, bias=bias, width=width, pages=pages
+    )
     if is_everything(call.mask) or is_finite(out):
         return out, lse
-    found = merge(*(_piece(call, q, (k, v), at) for at in range(0, keys, _PIECE)))
+    found = merge(*(_piece(call, q, (k, v), at) for at in range(0, k.length, _PIECE)))
     heads = call.num_kv_heads
     return fold_heads(found.out, heads), fold_heads(found.lse.unsqueeze(-1), heads).squeeze(-1)
+
+
+def _pages_of(k: PagedStream, v: AnyStream) -> Any:
+    """Where keys and values lie in the memory of pages, as the kernel is told."""
+    from regard.ops.kernels.tiles import KeyPages
+
+    assert isinstance(v, PagedStream)
+    same = v.table is k.table or v.table.equal(k.table)
+    assert same and v[2:5] == k[2:5], "keys and values share their pages"
+    return KeyPages(*k[1:5])
 
 
 def _attend_latents(call: Call, q: Tensor, k: RebuiltKeys, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +253,7 @@ def _attend_latents(call: Call, q: Tensor, k: RebuiltKeys, v: Tensor) -> tuple[T
     from regard.ops.kernels.launching import decode
     from regard.ops.kernels.tiles import Latents
 
-    rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), addend_once(call, _addend)
+    rows, bias = _rows(call, q), addend_once(call, _addend)
     assert k.tables is not None, "reads_latents has found them"
     # transformers' caches count positions in int64; each is a row of the tables
     latents = Latents(k.by_head, k.positions.to(torch.int32), *k.tables)

@@ -44,6 +44,7 @@ def decode(
     lanes: int | None = None,
     pages: KeyPages | None = None,
     latents: Latents | None = None,
+    results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -55,7 +56,7 @@ def decode(
     many for `width` in bfloat16, of 16 for 6-bit and 4-bit codes); last dimensions are contiguous;
     S > 0. With `pages`, keys and values are `[1, G, tokens, W]`, and those of a sequence are found
     through its row of the table. With `latents`, keys are latents `[B, G, S, R]`, and they are
-    computed from these and rotated.
+    computed from these and rotated. `results` is memory for the output and the log-sum-exps.
     """
     (b, g, m, d), s = q.shape, _tensor(k).shape[2] if pages is None else pages.keys
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
@@ -75,13 +76,12 @@ def decode(
     if latents is not None:
         latents_at = _latents(latents, (b, g, s, d, stored), lanes)
         k_form = k_form._replace(rank=stored, rotated=turned)
-    table = NOWHERE if pages is None else _table(pages, b, held[2])
+    table = NOWHERE if pages is None else table_of(pages, b, held[2])
     bias_at = NOWHERE
     if bias is not None:
         bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
-    out = torch.empty(b, g, m, dv, dtype=torch.float32, device="cpu")
-    lse = torch.empty(b, g, m, dtype=torch.float32, device="cpu")
-    out_at = place_of("out", out, torch.float32, out.shape)[0]
+    out, lse = results or empty_results((b, g, m, dv))
+    out_at = place_of("out", out, torch.float32, (b, g, m, dv))[0]
     lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
     tile, address = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form, size)
@@ -93,6 +93,12 @@ def decode(
                   *bias_at, out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
     launch(address, PACKED.pack(*data), threads)
     return out, lse
+
+
+def empty_results(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Memory for an output of this shape, and for its log-sum-exps."""
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return out, torch.empty(shape[:-1], dtype=torch.float32, device="cpu")
 
 
 def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool) -> int:
@@ -210,7 +216,7 @@ def is_plain(*tensors: Tensor) -> bool:
     return all(type(x) in _PLAIN and x.is_cpu and not x.is_neg() for x in tensors)
 
 
-def _table(pages: KeyPages, batch: int, tokens: int) -> Place:
+def table_of(pages: KeyPages, batch: int, tokens: int) -> Place:
     """The table's address and row stride, the size of a page, and the tokens that are skipped.
 
     Checked as `place_of` checks tensors: no number may lead out of the tensors of so many tokens.

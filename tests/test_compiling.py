@@ -1,11 +1,13 @@
 """The cache of compiled kernels on disk: found again, never mixed up, not needed."""
 
 import ctypes
+import errno
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,54 @@ def test_what_one_process_compiled_the_next_one_finds(folder, compiles):
     use(1)
     use(1)
     assert len(compiles) == 1
+
+
+@pytest.fixture
+def locked(folder, compiles):
+    """A function that another process compiles: its lock is held, and what it will have stored is
+    elsewhere."""
+    fcntl = pytest.importorskip("fcntl")
+    use(1)
+    compiles.clear()
+    (index,), elsewhere = files_of(folder, "nbi"), folder / "elsewhere"
+    elsewhere.mkdir()
+    stored = [shutil.move(each, elsewhere) for each in index.parent.glob("*.nb?")]
+    with index.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file, stored, index.parent
+
+
+def test_code_that_another_process_compiles_is_waited_for(locked, compiles):
+    file, stored, home = locked
+    waiting = threading.Thread(target=use, args=[1])
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    for each in stored:
+        shutil.move(each, home)
+    file.close()
+    waiting.join()
+    assert not compiles
+    assert not files_of(home, "lock")
+
+
+def test_a_process_that_was_stopped_is_not_waited_for_longer(locked, compiles, monkeypatch):
+    monkeypatch.setattr(compiling, "_WAITS", 2)
+    use(1)
+    assert len(compiles) == 1
+
+
+def test_without_locks_every_process_compiles(locked, compiles, monkeypatch):
+    def unsupported(*given):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", unsupported)
+        use(1)
+    shutil.rmtree(locked[2])
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    use(1)
+    assert len(compiles) == 2
 
 
 def test_every_function_and_processor_has_files_of_its_own(folder, compiles, monkeypatch):

@@ -8,8 +8,9 @@ import pickle
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, no_type_check
 
@@ -62,6 +63,9 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
 # inlining copies every variable for each block of the caller.)
 ONLY_INLINED = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 part = numba.njit(error_model="numpy", pipeline_class=_PartCompiler, **ONLY_INLINED)
+# Seconds between two attempts at a lock, and attempts: a process that holds it longer than a kernel
+# takes to compile has been stopped
+_WAIT, _WAITS = 0.02, 1000
 PATIENCE = 0.5  # seconds of compiling after which a user is told what is waited for
 
 
@@ -166,9 +170,40 @@ def _announced(stored: Any) -> Iterator[None]:
     with suppress(RuntimeError):  # no thread can be started
         timer.start()
     try:
-        yield
+        with nullcontext() if where is None else _alone(Path(stored._cache_file._index_path)):
+            yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def _alone(index: Path) -> Iterator[None]:
+    """Wait for another process that compiles the same code, such as a rank: it is then loaded. On
+    systems or disks without locks each process compiles for itself."""
+    name = index.with_suffix(".lock")
+    try:
+        import fcntl  # not on Windows
+
+        file = name.open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        for _ in range(_WAITS):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_WAIT)
+                continue
+            except OSError:
+                pass
+            break
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it, too
+                name.unlink()
 
 
 @functools.cache

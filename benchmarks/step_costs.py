@@ -48,10 +48,11 @@ from regard import (
 )
 from regard.cache import Cache
 from regard.distributed import ShardedCache
-from regard.ops.kernels import chaining, latent_stepping, launching, stepping
+from regard.ops.kernels import chaining, latent_stepping, launching, paged_stepping, stepping
 
 PAGE = Path(__file__).parent.parent / "docs" / "step-costs.json"
 SIZE, HEADS, KV_HEADS, WIDTH = 64, 8, 2, 8  # of a layer: hidden size, heads, key heads, head dim
+STEPPING = stepping, latent_stepping, paged_stepping
 PAST, ROOM, LAYERS = 20, 64, 4  # tokens before the steps and after them; layers of the model
 PACKAGE = str(Path(regard.__file__).parent)
 Run = Callable[[], Any]
@@ -79,10 +80,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.patches = ExitStack()
         kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "memory": (self._clearing, (launching, stepping, latent_stepping)),
+            "memory": (self._clearing, (launching, *STEPPING)),
             "_workspace": (self._zeroed, (chaining,)),
-            "launch": (self._kept, (launching, stepping, latent_stepping, chaining)),
-            "append_kernel": (self._kept_of, (stepping, latent_stepping)),
+            "launch": (self._kept, (launching, *STEPPING, chaining)),
+            "append_kernel": (self._kept_of, STEPPING),
             "isend": (self._kept, (dist,)),
             "irecv": (self._kept, (dist,)),
         }
@@ -188,12 +189,14 @@ def model_cases() -> dict[str, Run]:
         vocab_size=64,
     )
     cases: dict[str, Run] = {}
-    for name, kind in (("transformers", None), ("installed", "growing"), ("int8", "int8")):
+    kinds = {"transformers": None, "installed": "growing", "int8": "int8", "pages": "paged"}
+    for name, kind in kinds.items():
         model = LlamaForCausalLM(config).eval()
         cache: Any = DynamicCache(config=config)
         if kind is not None:
             regard.hf.install(model)
-            cache = regard.hf.cache(model, kind)
+            options = {"page_size": 16, "tokens": ROOM} if kind == "paged" else {}
+            cache = regard.hf.cache(model, kind, **options)
         cases[f"model, {name}"] = stepping_model(model, cache)
     return cases
 

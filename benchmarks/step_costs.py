@@ -81,7 +81,7 @@ class Recording(TorchFunctionMode):
         self.patches = ExitStack()
         kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             "memory": (self._clearing, (launching, *STEPPING)),
-            "_workspace": (self._zeroed, (chaining,)),
+            "workspace": (self._zeroed, (chaining,)),
             "launch": (self._kept, (launching, *STEPPING, chaining)),
             "append_kernel": (self._kept_of, STEPPING),
             "isend": (self._kept, (dist,)),

@@ -35,8 +35,9 @@ class Backend(NamedTuple):
         reads: the classes of streams that it reads as they are stored, each with a function that
             says whether it reads these; others are copied to tensors first.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
-        run_parts: the output for keys in pages or in several parts, or None, and they are read one
-            part at a time; None of a backend that always reads them so.
+        run_parts: the output for keys that are stored in another way than in one part of tensors,
+            or None, and then `run` or `partial` reads them part by part; None of a backend that
+            always reads them so.
     """
 
     objection: "Callable[[Call], str | None]"

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
-from regard.cache.parts import Storage, storage_of
+from regard.cache.parts import TENSORS, Storage, storage_of
 from regard.masks import Mask, Span
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Backend, Call
@@ -147,11 +147,11 @@ class Prepared(NamedTuple):
 
     def _run(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Float[Tensor, "B H L Dv"]:
         call, read, run_parts = self.call, iter(parts), self.backend.run_parts
+        if run_parts is not None and call.storage != TENSORS and isinstance(parts, tuple):
+            out = run_parts(call, q, parts)
+            if out is not None:
+                return out
         if call.storage.several:
-            if run_parts is not None and isinstance(parts, tuple):
-                out = run_parts(call, q, parts)
-                if out is not None:
-                    return out
             read = self._read(parts)
         first, second = next(read), next(read, None)
         if second is None:

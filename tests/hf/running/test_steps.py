@@ -180,12 +180,39 @@ def test_steps_over_pages_go_on_between_other_operations(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("format", ["K8V8", "K4V4"])
+def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(format, monkeypatch):
+    """Beside an equal cache whose steps are described each time, with pages sealed in between."""
+    model = MODELS["norms"]().eval()
+    hf.install(model)
+    options, taken, run = (
+        {"page_size": 16, "tokens": 300, "format": format},
+        [],
+        steps.InstalledStep.run,
+    )
+    caches = [hf.cache(model, "paged", **options) for _ in range(2)]
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+    prompt = torch.randint(0, 50, (3, 40))
+    for cache in caches:
+        model(prompt, past_key_values=cache)
+    for token in torch.randint(0, 50, (40, 3, 1)):
+        got = model(token, past_key_values=caches[0]).logits
+        with monkeypatch.context() as patch:
+            patch.setattr(heads, "repeated_step", lambda *call: None)
+            wanted = model(token, past_key_values=caches[1]).logits
+        assert torch.allclose(got, wanted, atol=2e-5)
+    assert sum(each is not None for each in taken) > 60
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "steps_taken"),
     [
         ({"page_size": 16, "tokens": 64}, [0, 1, 1, 1, 1, 0, 0, 1, 1]),  # the 16th token fills one
         ({"page_size": 8, "tokens": 64}, [0] * 9),  # the kernel reads pages of 16 tokens or more
-        ({"page_size": 16, "tokens": 64, "format": "K8V8"}, [0] * 9),
+        ({"page_size": 16, "tokens": 64, "format": "K8V8"}, [0, 1, 1, 1, 1, 0, 0, 1, 1]),
     ],
 )
 def test_which_steps_over_pages_repeat(options, steps_taken, monkeypatch):

@@ -36,7 +36,7 @@ def test_calls_in_several_threads_do_not_affect_each_other():
 @pytest.mark.parametrize("width", [32, 96])
 def test_the_parts_of_a_workspace_lie_within_it(width, more, monkeypatch):
     asked = []
-    monkeypatch.setattr(launching, "_workspace", lambda count: asked.append(count) or START)
+    monkeypatch.setattr(launching, "workspace", lambda count: asked.append(count) or START)
     monkeypatch.setattr(launching.ctypes, "memset", lambda *given: None)
     tile = tile_for(3, width, width, True, False, True, 8, Format(8, 16), Format(8, 16))
     rows, heads, ranges, threads = 3, 2, 5, 2

@@ -5,7 +5,10 @@ import torch
 
 pytest.importorskip("numba")
 
+from regard.cache.codes import QuantizedStream, quantize
+from regard.ops.kernels.merging import Source
 from regard.ops.kernels.paged_stepping import PagedPlan
+from regard.ops.kernels.tiles import KeyPages
 
 HEADS, KV_HEADS, WIDTH, V_WIDTH, PAGE, PAGES, SCALE = 12, 2, 48, 32, 16, 50, 0.3
 
@@ -30,8 +33,13 @@ def drawn(dtype, length, batch=2):
     }
 
 
-def plan_of(dtype, batch=2):
-    return PagedPlan.of(dtype, batch, HEADS, KV_HEADS, WIDTH, V_WIDTH, PAGE)
+def run(given, *before, batch=2):
+    """A step whose new tokens go to the pages of `given`, after the sources before them."""
+    q, k, v, keys, values, table, length, angles, signed, scale = given.values()
+    dtype = torch.bfloat16 if q.dtype is torch.bfloat16 else torch.float32
+    sources = [*before, Source(keys, values, KeyPages(table, PAGE, 0, length + 1))]
+    plan = PagedPlan(dtype, batch, HEADS, KV_HEADS, WIDTH, V_WIDTH)
+    return plan.run(q, k, v, sources, angles=angles, signed=signed, scale=scale)
 
 
 def slots_of(table, tokens):
@@ -65,23 +73,45 @@ def test_a_step_is_attention_over_pages(dtype, length, threads, batch):
     for row, slot in enumerate(slots[:, -1].tolist()):
         keys[0, :, slot] = rotated(given["k"], given["angles"])[row, :, 0]
         values[0, :, slot] = given["v"][row, :, 0]
-    found = plan_of(dtype, batch).run(**given)
+    found = run(given, batch=batch)
     assert given["values"].equal(values)
     unit = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(given["keys"], keys, rtol=2 * unit, atol=4 * unit)
     changed = (given["keys"] != drawn(dtype, length, batch)["keys"]).any(-1).any(1)[0]
     assert set(changed.nonzero().flatten().tolist()) == set(slots[:, -1].tolist())
-    every_k, every_v = (
-        given[name][0][:, slots].transpose(0, 1).double() for name in ("keys", "values")
-    )
+    held = [given[name][0][:, slots].transpose(0, 1).double() for name in ("keys", "values")]
+    check(found, given, *held)
+
+
+def check(found, given, keys, values):
+    """Compare an output with attention to these keys in float64, by the numeric contract."""
+    dtype, batch = given["q"].dtype, len(given["q"])
     q = rotated(given["q"], given["angles"]).double().view(batch, KV_HEADS, -1, WIDTH)
-    wanted = (SCALE * q @ every_k.mT).softmax(-1) @ every_v
-    largest = SCALE * q.abs().sum(-1).amax() * every_k.abs().amax()
+    wanted = (SCALE * q @ keys.mT).softmax(-1) @ values
+    unit = torch.finfo(dtype).eps / 2
+    largest = SCALE * q.abs().sum(-1).amax() * keys.abs().amax()
     bound = 1.5 * unit if dtype is torch.bfloat16 else 2 * unit * (1 + largest)
     assert found.dtype is dtype
-    assert (
-        found.double() - wanted.reshape(found.shape)
-    ).abs().amax() <= bound * every_v.abs().max()
+    assert (found.double() - wanted.reshape(found.shape)).abs().amax() <= bound * values.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codes_and_numbers_before_the_new_token_are_attended_to(dtype):
+    given = drawn(dtype, 20)
+    x = [torch.randn(1, KV_HEADS, 10 * PAGE, width) for width in (WIDTH, V_WIDTH)]
+    codes = [QuantizedStream(*quantize(each, 8, 16), 8, 16, each.shape[3], dtype) for each in x]
+    table = torch.randperm(10)[:6].view(2, 3)
+    first = Source(given["keys"], given["values"], KeyPages(torch.tensor([[3], [4]]), PAGE, 2, 9))
+    second = Source(*codes, KeyPages(table, PAGE, 0, 41))
+    found = run(given, first, second)
+    slots = slots_of(given["table"], 21)
+    every = []
+    for name, stream in zip(("keys", "values"), codes, strict=True):
+        memory = given[name][0].double()
+        parts = memory[:, torch.stack([torch.arange(50, 59), torch.arange(66, 75)])]
+        coded = stream.to_tensor()[0].double()[:, slots_of(table, 41)]
+        every.append(torch.cat([parts, coded, memory[:, slots]], 2).transpose(0, 1))
+    check(found, given, *every)
 
 
 def strided(x):
@@ -104,7 +134,7 @@ def strided(x):
 def test_nothing_is_written_where_a_tensor_lies_otherwise(name, change):
     given = drawn(torch.float32, 30)
     keys, values = given["keys"].clone(), given["values"].clone()
-    assert plan_of(torch.float32).run(**{**given, name: change(given[name])}) is None
+    assert run({**given, name: change(given[name])}) is None
     assert given["keys"].equal(keys)
     assert given["values"].equal(values)
 
@@ -123,5 +153,5 @@ def test_a_table_that_leads_elsewhere_is_refused(change):
     given = drawn(torch.float32, 30)
     keys, given["table"] = given["keys"].clone(), change(given["table"])
     with pytest.raises(AssertionError, match="must not reach"):
-        plan_of(torch.float32).run(**given)
+        run(given)
     assert given["keys"].equal(keys)

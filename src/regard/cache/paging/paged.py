@@ -11,6 +11,7 @@ from regard.cache.paging import appending
 from regard.cache.paging.files import arguments_of, cache_record, filled
 from regard.cache.paging.memory import Kind, Memory
 from regard.cache.paging.pages import PageTable, outlines_of
+from regard.cache.paging.reading import PagedRange
 from regard.cache.paging.tables import TableChange, Tables, cut, each_length, pages_of, select
 from regard.cache.parts import Part
 from regard.cache.saving import Record
@@ -160,17 +161,17 @@ class PagedCache(Stored):
         """The memory `[1, G, tokens of all pages, W]` of the streams in open pages."""
         return () if self._kind is None else self._kind.open.streams
 
-    @property
-    def open_table(self) -> Tensor | None:
-        """The pages of each row, `[B, n]`, all in `buffers`, where the next token of every row goes
-        into its open page and does not fill it; None where it does not, where pages may leave, or
-        before the pages were read."""
-        kind, place = self._kind, self.length % self.memory.page_size
-        if kind is None or kind.open is not kind.sealed or self._lengths.rows is not None:
-            return None
+    def pages_of_step(self) -> list[PagedRange]:
+        """All pages with one more token in the open page of each row. None of them where the token
+        opens or fills a page, or pages may leave, or rows share some, or before they were read."""
+        size, place = self.memory.page_size, self.length % self.memory.page_size
+        if not 0 < place < size - 1 or self._lengths.rows is not None:
+            return []
         if self.window is not None or self.memory.offloading is not None:
-            return None
-        return self._rows.only_table if 0 < place < self.memory.page_size - 1 else None
+            return []
+        ranges = [each.whole(size, self.length + 1) for each in self._rows.segments]
+        found = [each for each in ranges if each is not None]
+        return found if len(found) == len(ranges) else []
 
     def count(self, new: int) -> None:
         """Count tokens that have been written to the open pages."""

@@ -198,6 +198,14 @@ def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
 # ---- the parts of a batch of tables ----
 
 
+class PagedRange(NamedTuple):
+    """Tokens of all rows in pages of one slab: its streams, the pages of each row, a count."""
+
+    streams: tuple[Values, ...]
+    table: Int64[Tensor, "rows n"]
+    tokens: int
+
+
 class Segment(NamedTuple):
     """A range of pages of all rows that can be read together."""
 
@@ -224,6 +232,15 @@ class Segment(NamedTuple):
         every = PagedStream(slab.streams[0], table, page_size, 0, tokens, slab.read_on)
         shown = every.narrow(offset, size)  # once: keys and values have one table
         return Part(start, stop, Streams([shown._replace(slab=each) for each in slab.streams]))
+
+    def whole(self, page_size: int, stop: int) -> PagedRange | None:
+        """The slots of this segment before `stop`; None of pages in several slabs, or that rows
+        share."""
+        slab, table = self.slab, self.table
+        if slab is None or table is None or (table.shape[0] > 1 and table.stride(0) == 0):
+            return None
+        tokens = min(self.size * page_size, stop - self.first * page_size)
+        return PagedRange(slab.streams, table, tokens)
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
         """The values of rows whose pages lie in different slabs: these are few, around tails."""

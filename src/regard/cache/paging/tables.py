@@ -183,11 +183,9 @@ class Tables:
         return parts or (Part(start, start, like),)
 
     @property
-    def only_table(self) -> Tensor | None:
-        """The pages of each row, `[rows, n]`, that were read last, if all lie in one slab."""
-        if self._read is None or self._read[0] is not self.tables or len(self._read[1]) != 1:
-            return None
-        return self._read[1][0].table
+    def segments(self) -> list[Segment]:
+        """The ranges of pages that were read last; none if the tables have changed since."""
+        return [] if self._read is None or self._read[0] is not self.tables else self._read[1]
 
     # ---- bytes ----
 

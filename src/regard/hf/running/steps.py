@@ -4,6 +4,7 @@ The settings that the step before checked still hold in the next one, which need
 its own. The operators that do the same take several times as long as their work in a small model.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_not
@@ -157,7 +158,8 @@ def record_step(
     streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else held
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
-    run_one = _of_pages(prepared, cache) if type(cache) is PagedCache else _of(prepared, streams)
+    in_pages = type(cache) is PagedCache
+    run_one = _of_pages(prepared, cache) if in_pages else _of(prepared, streams)
     if run_one is None:
         return
     call = prepared.call
@@ -167,7 +169,7 @@ def record_step(
         dtype=call.dtype,
         held=held,
         streams=tuple(streams),
-        most=most_keys(prepared, held[0].shape[2]),
+        most=most_keys(prepared, sys.maxsize if in_pages else held[0].shape[2]),
         run_one=run_one,
         scale=call.scale,
         version=SPEED.version,
@@ -187,22 +189,36 @@ def _of_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | N
     """The compiled function of a step over the pages of a cache; None if it cannot read them."""
     from regard.ops.kernels.paged_stepping import PagedPlan  # imports numba
 
-    page_size = cache.memory.page_size
-    if cache.open_table is None or page_size < LEAST_PAGE:
+    ranges = cache.pages_of_step()
+    if not ranges or cache.memory.page_size < LEAST_PAGE:
         return None
-    return partial(_step_in_pages, cache, PagedPlan.of(*_sizes(prepared.call), page_size))
+    return partial(_step_in_pages, cache, PagedPlan(*_sizes(prepared.call)))
 
 
 def _step_in_pages(
-    cache: PagedCache, plan: Any, q: Tensor, k: Tensor, v: Tensor, *held: Tensor, **options: Any
+    cache: PagedCache,
+    plan: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *held: Tensor,
+    length: int,
+    **options: Any,
 ) -> Tensor | None:
     """Run a step over the pages of a cache, in memory that other caches share. None if the token
     opens or fills a page, or the memory is another one by now."""
+    from regard.ops.kernels.merging import Source
+    from regard.ops.kernels.tiles import KeyPages
+
+    size = cache.memory.page_size
     with cache.memory.lock:
-        table = cache.open_table
-        if table is None or any(map(is_not, cache.buffers, held)):
+        if any(map(is_not, cache.buffers, held)):
             return None
-        found: Tensor | None = plan.run(q, k, v, *held, table, **options)
+        sources = [
+            Source(keys, values, KeyPages(table, size, 0, tokens))
+            for (keys, values), table, tokens in cache.pages_of_step()
+        ]
+        found: Tensor | None = plan.run(q, k, v, sources, **options) if sources else None
         return found
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import AnyStream, Part, to_tensor
-from regard.cache.rotation import hadamard
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
     Readable,
@@ -33,7 +32,7 @@ from regard.ops.estimates import mask_seconds
 from regard.ops.mask_tensors import addend_once
 from regard.ops.observed import BACKEND_RUNS, report_backend
 from regard.ops.partial import Partial, merge
-from regard.ops.parts import GATHERED, rotation_of
+from regard.ops.parts import GATHERED
 from regard.ops.rebuilt_keys import RebuiltKeys
 from regard.rates import SPEED
 
@@ -45,7 +44,6 @@ _DEQUANTISING = 3  # floating-point operations in the time that one code takes t
 _CALLS = 17  # operators around the kernel
 _MASK = 8  # operators that reading a mask takes, made once for all layers of a pass
 _SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes
-_LOWEST = -3e38  # instead of the log-sum-exp of no key, which is -inf: shares stay numbers
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -106,9 +104,9 @@ def partial(call: Call, q: Float[Tensor, "B H L D"], k: AnyStream, v: AnyStream)
 def run_parts(
     call: Call, q: Float[Tensor, "B H L D"], parts: Sequence[Part]
 ) -> Float[Tensor, "B H L Dv"] | None:
-    """Run the kernel on pages, or on one part after another, and merge the results. None if keys
-    are hidden, if rows of the batch share a part, or if a part is not read as it is stored."""
-    from regard.ops.kernels.launching import decode, empty_results
+    """Run the kernel on codes, on pages, or on one part after another, and merge the results. None
+    if keys are hidden, rows of the batch share a part, or a part is not read as it is stored."""
+    from regard.ops.kernels.merging import decode_all
 
     if not hides_nothing(call) or call.sinks is not None:
         return None
@@ -117,23 +115,9 @@ def run_parts(
             return None
     if BACKEND_RUNS:
         report_backend(run)
-    rows, width = _rows(call, q), call.v_head_dim
-    outs, lses = empty_results((len(parts), *rows.shape[:3], width))
-    for part, out, lse in zip(parts, outs.unbind(), lses.unbind(), strict=True):
-        k, v = part.stored[0], part.stored[-1]
-        some, of_keys, of_values = rows, rotation_of(k), rotation_of(v)
-        if of_keys:
-            some = _rows(call, hadamard(q.float(), of_keys))
-        pages = _pages_of(k, v) if isinstance(k, PagedStream) else None
-        of_v = None if v is k else _memory_of(v)  # one stream has both
-        decode(some, _memory_of(k), of_v, scale=call.scale, width=width, pages=pages,
-               results=(out, lse))  # fmt: skip
-        if of_values:
-            out.copy_(hadamard(out, of_values))
-    if len(parts) > 1:  # a part may have no score but -inf, of infinite keys
-        shares = lses.clamp_min_(_LOWEST).softmax(0)
-        outs = (outs * shares.unsqueeze(-1)).sum(0, keepdim=True)
-    return unfold_heads(outs[0], call.num_queries).to(call.dtype)
+    every = [_source(*part.stored) for part in parts]
+    out = decode_all(_rows(call, q), every, scale=call.scale, width=call.v_head_dim)
+    return unfold_heads(out, call.num_queries).to(call.dtype)
 
 
 def _reads(stored: Sequence[AnyStream]) -> bool:
@@ -143,9 +127,22 @@ def _reads(stored: Sequence[AnyStream]) -> bool:
     return all(isinstance(each, Tensor | QuantizedStream) for each in stored)
 
 
-def _memory_of(x: AnyStream) -> Readable:
-    """A stream as the kernel reads it: of pages, the memory in which they lie."""
-    return x.slab if isinstance(x, PagedStream) else _columns_together(_readable(x))
+def _source(k: AnyStream, v: AnyStream | None = None) -> Any:
+    """The streams of a part as the kernel reads them; a single stream has both."""
+    from regard.ops.kernels.merging import Source
+
+    if isinstance(k, PagedStream):
+        pages = _pages_of(k, v or k)
+        return Source(k.slab, v.slab if isinstance(v, PagedStream) else None, pages)
+    return Source(_where(k), None if v is None else _where(v))
+
+
+def _where(x: AnyStream) -> Readable:
+    """A stream as the kernel reads it; codes stay as they are, with their rotation, if they can."""
+    if isinstance(x, QuantizedStream):
+        return x if _is_readable(x) else x.to_tensor()
+    columns: Tensor = _columns_together(x)
+    return columns
 
 
 def _rows(call: Call, q: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.matrices import MOST_ROWS
 from regard.ops.kernels.intrinsics import machine_lanes
-from regard.ops.kernels.launching import _PLAIN, _workspace
+from regard.ops.kernels.launching import _PLAIN, workspace
 from regard.ops.kernels.row_products import (
     MOST_PLACES,
     MOST_STAGES,
@@ -105,7 +105,7 @@ class PreparedChain(NamedTuple):
         rows_at = LINE + -(-4 * self.gates * rows // LINE) * LINE
         scratch = rows_at + 4 * rows * self.widest
         begin = COUNTERS + threads * scratch
-        space = _workspace(begin + 4 * rows * sum(self.between))
+        space = workspace(begin + 4 * rows * sum(self.between))
         ctypes.memset(space, 0, COUNTERS)
         places, at = [0, *(x.data_ptr() for x in inputs + outputs)], space + begin
         for width in self.between:
@@ -200,7 +200,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
     block = block_of(outputs, width * strip.item)
     threads = min(-(-outputs // block), torch.get_num_threads())
     out, scratch = x.new_empty((*sizes[:-1], outputs)), LINE + 4 * rows * width
-    space = _workspace(COUNTERS + threads * scratch)
+    space = workspace(COUNTERS + threads * scratch)
     ctypes.memset(space, 0, COUNTERS)
     data = PACKED.pack(1, rows, space, space + COUNTERS, scratch, LINE, 0, x.data_ptr(),
                        out.data_ptr(), *NOWHERE[3:])  # fmt: skip

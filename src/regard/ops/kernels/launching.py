@@ -4,6 +4,7 @@ import ctypes
 import functools
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +21,6 @@ from regard.ops.kernels.tiles import (
     LINE,
     NIBBLES,
     PACKED,
-    Decode,
     Format,
     KeyPages,
     Latents,
@@ -44,7 +44,7 @@ def decode(
     lanes: int | None = None,
     pages: KeyPages | None = None,
     latents: Latents | None = None,
-    results: tuple[Tensor, Tensor] | None = None,
+    results: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -80,18 +80,32 @@ def decode(
     bias_at = NOWHERE
     if bias is not None:
         bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
-    out, lse = results or empty_results((b, g, m, dv))
-    out_at = place_of("out", out, torch.float32, (b, g, m, dv))[0]
-    lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
-    tile, address = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form, size)
+    code = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form, size)
+    places = (*q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *latents_at, *bias_at)
+    results = results or empty_results((b, g, m, dv))
+    return attend_at(code, (b, g, m, s), places, scale, results)
+
+
+def attend_at(
+    code: tuple[Tile, int],
+    sizes: tuple[int, int, int, int],
+    places: tuple[int, ...],
+    scale: float,
+    results: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Run the code of a tile on tensors of these sizes (B, G, M, S), whose addresses and strides
+    are `places`, as `Decode` has them from `q` to `bias_row`."""
+    (tile, address), (b, g, m, s), (out, lse) = code, sizes, results
     threads = torch.get_num_threads()
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
     room = memory(tile, m, b * g, ranges, threads)[:3]
-    data = Decode(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *latents_at,
-                  *bias_at, out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
-    launch(address, PACKED.pack(*data), threads)
+    out_at = place_of("out", out, torch.float32, (b, g, m, tile.value_width))[0]
+    # the log-sum-exps are as plain as `out`, since both were made in the same way
+    data = PACKED.pack(b, g, m, s, *places, out_at, lse.data_ptr(), *room, ranges,
+                       range_keys, scale * LOG2E)  # fmt: skip
+    launch(address, data, threads)
     return out, lse
 
 
@@ -101,6 +115,7 @@ def empty_results(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return out, torch.empty(shape[:-1], dtype=torch.float32, device="cpu")
 
 
+@functools.cache
 def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool) -> int:
     """The longest vector of the machine that divides the widths: 16, 8 or 4 lanes."""
     pairs = 2 if joined and dtype is torch.bfloat16 and value_width < width else 1
@@ -112,13 +127,19 @@ def memory(
     tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
 ) -> tuple[int, int, int, int]:
     """Addresses in one workspace: zeroed counters, partial results, scratch, `more` bytes."""
-    padded = tile.padded(rows)
+    of_part, of_thread = _bytes(tile, rows)
     counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
-    parts = heads * ranges * padded * tile.part_bytes
-    scratch = threads * (padded * tile.scratch_bytes + tile.block_bytes)
-    start = _workspace(counters + parts + scratch + more)
+    parts, scratch = heads * ranges * of_part, threads * of_thread
+    start = workspace(counters + parts + scratch + more)
     ctypes.memset(start, 0, counters)
     return start, start + counters, start + counters + parts, start + counters + parts + scratch
+
+
+@functools.cache
+def _bytes(tile: Tile, rows: int) -> tuple[int, int]:
+    """Bytes of a task's result, and of a thread's scratch."""
+    padded = tile.padded(rows)
+    return padded * tile.part_bytes, padded * tile.scratch_bytes + tile.block_bytes
 
 
 @functools.cache
@@ -257,7 +278,7 @@ def _refuse(why: str) -> NoReturn:
     raise AssertionError(f"this must not reach the decoding kernel: {why}")
 
 
-def _workspace(count: int) -> int:
+def workspace(count: int) -> int:
     """The address of so many bytes, the start of a cache line; each calling thread has its own.
 
     It is NumPy's memory, so that no default, mode or transform of torch affects it.

@@ -11,7 +11,7 @@ import torch
 from numba.core.registry import cpu_target
 from torch import Tensor
 
-from regard.ops.kernels.launching import _workspace, place_of
+from regard.ops.kernels.launching import place_of, workspace
 from regard.ops.kernels.panels import (
     BLOCK,
     PACKED_PREFILL,
@@ -99,7 +99,7 @@ def prefill(
     groups = -(-s // SIDE)
     pair_bytes = groups * (panel.key_bytes + panel.value_bytes)
     most = min(b * g, max(1, PACKED_BYTES // pair_bytes))
-    space = _workspace(LINE + most * pair_bytes + threads * scratch_bytes)
+    space = workspace(LINE + most * pair_bytes + threads * scratch_bytes)
     packed, values = space + LINE, space + LINE + most * groups * panel.key_bytes
     places = [*place_of("q", q, half, (b, h, rows, d)), *place_of("k", k, half, (b, g, s, d)),
               *place_of("v", v, half, (b, g, s, dv)), *place_of("out", out, kind, (b, h, rows, dv)),

@@ -1,6 +1,7 @@
 """Decoding steps of installed models in compiled code."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -177,6 +178,25 @@ def test_steps_over_pages_go_on_between_other_operations(monkeypatch):
         if step % 20 == 15:
             others.clear()
     assert sum(each is not None for each in taken) > 60
+
+
+def test_threads_step_over_the_pages_of_one_pool():
+    """Its memory grows for one while another reads it."""
+    model, pool = MODELS["llama"]().eval(), PagePool(400, 16)
+    hf.install(model)
+    texts = torch.randint(0, 50, (4, 2, 60))
+    with torch.no_grad():
+        expected = [model(text).logits for text in texts]
+
+    @torch.no_grad()
+    def read(text):
+        cache = pages_of(model, pool, text[:, :4])
+        outs = [model(token, past_key_values=cache).logits for token in text[:, 4:].split(1, 1)]
+        return torch.cat(outs, 1)
+
+    with ThreadPoolExecutor(4) as threads:
+        for got, wanted in zip(threads.map(read, texts), expected, strict=True):
+            assert torch.allclose(got, wanted[:, 4:], atol=2e-5)
 
 
 @torch.no_grad()

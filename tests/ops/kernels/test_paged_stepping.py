@@ -39,7 +39,8 @@ def run(given, *before, batch=2):
     dtype = torch.bfloat16 if q.dtype is torch.bfloat16 else torch.float32
     sources = [*before, Source(keys, values, KeyPages(table, PAGE, 0, length + 1))]
     plan = PagedPlan(dtype, batch, HEADS, KV_HEADS, WIDTH, V_WIDTH)
-    return plan.run(q, k, v, sources, angles=angles, signed=signed, scale=scale)
+    appended = plan.append(q, k, v, sources[-1], angles=angles, signed=signed)
+    return None if appended is None else plan.attend(appended, sources, scale)
 
 
 def slots_of(table, tokens):

@@ -203,23 +203,28 @@ def _step_in_pages(
     v: Tensor,
     *held: Tensor,
     length: int,
+    scale: float,
     **options: Any,
 ) -> Tensor | None:
-    """Run a step over the pages of a cache, in memory that other caches share. None if the token
-    opens or fills a page, or the memory is another one by now."""
+    """Run a step over the pages of a cache. None if the token opens or fills a page, or the memory,
+    which other caches share, is another one by now. It may be replaced once the token is written:
+    then this step reads what was there."""
     from regard.ops.kernels.merging import Source
     from regard.ops.kernels.tiles import KeyPages
 
     size = cache.memory.page_size
     with cache.memory.lock:
-        if any(map(is_not, cache.buffers, held)):
-            return None
         sources = [
             Source(keys, values, KeyPages(table, size, 0, tokens))
             for (keys, values), table, tokens in cache.pages_of_step()
         ]
-        found: Tensor | None = plan.run(q, k, v, sources, **options) if sources else None
-        return found
+        if not sources or any(map(is_not, cache.buffers, held)):
+            return None
+        appended = plan.append(q, k, v, sources[-1], **options)
+    if appended is None:
+        return None
+    found: Tensor = plan.attend(appended, sources, scale)
+    return found
 
 
 def _sizes(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:

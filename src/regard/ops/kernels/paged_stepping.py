@@ -35,6 +35,13 @@ from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, KeyPages, Tile
 _NONE = NOWHERE[:3]  # of scales, which numbers do not have
 
 
+class Appended(NamedTuple):
+    """The rotated queries of a step whose keys and values have been written to pages."""
+
+    rotated: Float[Tensor, "B G M D"]
+    places: tuple[Place, Place, Place]  # of the memory of keys and values, and the table of pages
+
+
 class PagedPlan(NamedTuple):
     """The sizes of a step over pages. It holds no address, stride or shape of a tensor."""
 
@@ -45,24 +52,23 @@ class PagedPlan(NamedTuple):
     width: int
     value_width: int
 
-    def run(
+    def append(
         self,
         q: Float[Tensor, "B H 1 D"],
         k: Float[Tensor, "B G 1 D"],
         v: Float[Tensor, "B G 1 Dv"],
-        sources: Sequence[Source],
+        source: Source,
         *,
         angles: Angles | None = None,
         signed: bool = True,
-        scale: float,
-    ) -> Float[Tensor, "B H 1 Dv"] | None:
-        """Write k and v to the last key of the last source, in pages of numbers; attend to all.
+    ) -> Appended | None:
+        """Write k and v to the last key of a source, which is pages of numbers.
 
         Queries and keys are rotated before, as by `Plan.run`. None, and nothing is written, if a
         tensor has other sizes, or does not lie as the kernel reads it.
         """
-        dtype, b, h, g, d, dv = self
-        keys, values, pages = sources[-1]
+        dtype, b, h, g, d, _ = self
+        keys, values, pages = source
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or pages is None:
             return None
         rotation, at = rotation_of(angles, b, d, signed), self._places(q, k, v, keys, values)
@@ -71,12 +77,22 @@ class PagedPlan(NamedTuple):
         table = table_of(pages, b, keys.shape[2])
         rotated = torch.empty(b, g, h // g, d, dtype=dtype, device="cpu")
         self._append(pages, at, rotation, rotated.data_ptr())
+        return Appended(rotated, (at[3], at[4], table))
+
+    def attend(
+        self, appended: Appended, sources: Sequence[Source], scale: float
+    ) -> Float[Tensor, "B H 1 Dv"]:
+        """Attend to all sources, the last of which has the new token."""
+        dtype, b, h, g, d, dv = self
+        (rotated, (keys, values, table)), pages = appended, sources[-1].pages
         if len(sources) > 1:
             out = decode_all(rotated, sources, scale=scale, width=dv)
         else:
-            places = (rotated.data_ptr(), h * d, h // g * d, d, *at[3], *at[4], *NOWHERE, *NOWHERE,
-                      *table, *NO_LATENTS, *NOWHERE)  # fmt: skip
-            results, sizes = empty_results((b, g, h // g, dv)), (b, g, h // g, pages.keys)
+            assert pages is not None
+            m, nothing = h // g, (*NOWHERE, *NOWHERE)
+            places = (rotated.data_ptr(), h * d, m * d, d, *keys, *values, *nothing, *table,
+                      *NO_LATENTS, *NOWHERE)  # fmt: skip
+            results, sizes = empty_results((b, g, m, dv)), (b, g, m, pages.keys)
             out, _ = attend_at(self._code(pages.size), sizes, places, scale, results)
         return out.view(b, h, 1, dv).to(dtype)
 

@@ -52,6 +52,7 @@ from paged_caches import (
 from results import keep
 from torch import Tensor, nn
 
+import regard.hf
 from regard import (
     Attention,
     Cache,
@@ -62,6 +63,7 @@ from regard import (
     prepare,
 )
 from regard.cache import context_of
+from regard.hf.packages import quiet
 
 DOCS = Path(__file__).parent.parent / "docs"
 DECODE_TARGETS = (  # contestant, base, at most
@@ -74,6 +76,18 @@ DECODE_TARGETS = (  # contestant, base, at most
     ("K8V8 pages", "contiguous, bfloat16", 0.8),
     ("K4V4, contiguous", "K8V8, contiguous", 1.0),
     ("K4V4 pages", "K8V8 pages", 1.0),
+)
+
+IN_PAGES: dict[str, Any] = {"tokens": 4096, "prefixes": False}
+MODEL_CACHES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("contiguous", "growing", {}),
+    ("pages", "paged", IN_PAGES),
+    *((f"{name} pages", "paged", IN_PAGES | {"format": name}) for name in ("K8V8", "K4V4")),
+)
+MODEL_TARGETS = (
+    ("pages", "contiguous", 1.1),
+    ("K8V8 pages", "contiguous", 1.1),
+    ("K4V4 pages", "contiguous", 1.1),
 )
 
 
@@ -147,6 +161,24 @@ def layer(sizes: Sizes, read: float) -> dict[str, Any]:
     times = interleave(runs, rounds=sizes.rounds)
     found = shown(f"layer, {sizes.keys:,} keys", times, "contiguous", nbytes, read)
     return {**found, "targets": judged(times, DECODE_TARGETS[1:2])}
+
+
+def model(sizes: Sizes, read: float) -> dict[str, Any]:
+    """A step of SmolLM2-135M with regard installed, over 1,024 tokens, or as many as there are."""
+    path, keys = regard.hf.fetch_smollm2(), min(sizes.keys, 1024)
+    with quiet():
+        loaded, _ = regard.hf.load(path)
+    regard.hf.install(loaded)
+    ids = torch.randint(1000, (1, keys))
+    runs = {}
+    for name, kind, options in MODEL_CACHES:
+        cache = regard.hf.cache(loaded, kind, **options)
+        loaded(ids, past_key_values=cache, logits_to_keep=1)
+        runs[name] = partial(loaded, ids[:, :1], past_key_values=cache)
+    times = interleave(runs, rounds=2 * sizes.rounds)
+    rows, name = summary(times, "contiguous"), f"step of SmolLM2-135M, {keys:,} keys"
+    card(name, rows, "contiguous")
+    return {"case": name, "rows": rows, "targets": judged(times, MODEL_TARGETS)}
 
 
 def attention(sizes: Sizes, hidden: int) -> Attention:
@@ -260,6 +292,7 @@ def cases(sizes: Sizes, read: float) -> dict[str, Run]:
         "decode, batch 1": lambda: decode(sizes, 1, read),
         "decode, batch 4": lambda: decode(sizes, 4, read),
         "layer": lambda: layer(sizes, read),
+        "model": lambda: model(sizes, read),
         "shared prefix": lambda: shared(sizes, read),
         "shared prefix, K8V8": lambda: shared(sizes, read, "K8V8"),
     }

@@ -17,11 +17,14 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "rope": (850, 862),
     "masks": (2000, 2000),
     "cache -paging": (2400, 2416),
-    "cache/paging": (2600, 3387),  # checksums of weights on a GPU
+    "cache/paging": (2600, 3404),  # checksums of weights on a GPU; ranges that a step reads
     "ops -backends -kernels": (3200, 3650),  # masks as segments; keys of latents
     "ops/backends": (1700, 2130),  # two for GPUs: `flash` and `latents`
-    "ops/kernels": (2900, 4564),  # with chains of linear layers, 557 lines, which are not attention
-    "hf": (4800, 8013),  # with decoder layers as compiled code, 268 lines
+    "ops/kernels": (
+        2900,
+        4580,
+    ),  # with chains of linear layers, 557 lines, which are not attention; steps over pages
+    "hf": (4800, 8018),  # with decoder layers as compiled code, 268 lines
     "convert": (4600, 5173),  # with the refining of layers, 78 lines, and `reactions`, 75
     "compare": (1100, 2151),
     "plan": (2600, 2604),  # a rotary key is sized as `convert` sizes it

@@ -11,7 +11,7 @@ from regard.cache.paging import appending
 from regard.cache.paging.files import arguments_of, cache_record, filled
 from regard.cache.paging.memory import Kind, Memory
 from regard.cache.paging.pages import PageTable, outlines_of
-from regard.cache.paging.reading import PagedRange
+from regard.cache.paging.reading import PagedRange, by_slab
 from regard.cache.paging.tables import TableChange, Tables, cut, each_length, pages_of, select
 from regard.cache.parts import Part
 from regard.cache.saving import Record
@@ -162,8 +162,8 @@ class PagedCache(Stored):
         return () if self._kind is None else self._kind.open.streams
 
     def pages_of_step(self) -> list[PagedRange]:
-        """All pages with one more token in the open page of each row. None of them where the token
-        opens or fills a page, or pages may leave, or rows share some, or before they were read."""
+        """The pages of each slab, with one more token in the last one of each row. Nothing if the
+        token opens or fills a page, pages may leave, rows share some, or none was read before."""
         size, place = self.memory.page_size, self.length % self.memory.page_size
         if not 0 < place < size - 1 or self._lengths.rows is not None:
             return []
@@ -171,7 +171,7 @@ class PagedCache(Stored):
             return []
         ranges = [each.whole(size, self.length + 1) for each in self._rows.segments]
         found = [each for each in ranges if each is not None]
-        return found if len(found) == len(ranges) else []
+        return by_slab(found) if found and len(found) == len(ranges) else []
 
     def count(self, new: int) -> None:
         """Count tokens that have been written to the open pages."""

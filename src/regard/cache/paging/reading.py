@@ -206,6 +206,23 @@ class PagedRange(NamedTuple):
     tokens: int
 
 
+def by_slab(ranges: Sequence[PagedRange]) -> list[PagedRange]:
+    """The ranges of each slab as one, for attention to which the order of keys makes no difference;
+    the slab of the last range, in whose last page there is room, comes last."""
+    groups: dict[int, list[PagedRange]] = {}
+    for each in ranges:
+        groups.setdefault(id(each.streams), []).append(each)
+    last = groups.pop(id(ranges[-1].streams))
+    return [_one_range(group) for group in (*groups.values(), last)]
+
+
+def _one_range(ranges: Sequence[PagedRange]) -> PagedRange:
+    if len(ranges) == 1:
+        return ranges[0]
+    table = torch.cat([each.table for each in ranges], 1)
+    return PagedRange(ranges[0].streams, table, sum(each.tokens for each in ranges))
+
+
 class Segment(NamedTuple):
     """A range of pages of all rows that can be read together."""
 

@@ -282,12 +282,13 @@ def test_gradients_are_no_steps(stepping):
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def test_a_cache_that_is_cropped_or_reset_goes_on():
+@pytest.mark.parametrize("kind", ["growing", "paged"])
+def test_a_cache_that_is_cropped_or_reset_goes_on(kind):
     model = MODELS["llama"]().eval()
     tokens = torch.randint(0, 50, (1, 12))
     hf.install(model)
     expected = decoded(model, "growing", tokens)
-    cache = hf.cache(model, "growing")
+    cache = hf.cache(model, kind, **CACHES[kind])
     with torch.no_grad():
         for _ in range(2):
             model(tokens[:, :5], past_key_values=cache)
@@ -299,6 +300,8 @@ def test_a_cache_that_is_cropped_or_reset_goes_on():
                 out = model(tokens[:, i : i + 1], past_key_values=cache).logits
             assert torch.allclose(out, expected[:, -1:], atol=2e-5)
             cache.reset()
+    if kind == "paged":
+        assert cache.layers[0].cache.pool.pages_in_use == 0
 
 
 def test_a_copy_of_a_cache_has_no_step(stepping):

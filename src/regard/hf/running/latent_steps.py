@@ -116,7 +116,6 @@ def record(
         shape=x.shape,
         dtype=call.dtype,
         held=held,
-        streams=held,
         most=most_keys(here, held[0].shape[2]),
         run_one=LatentPlan.of(call.dtype, *sizes, cos.shape[1]).run,
         scale=call.scale,

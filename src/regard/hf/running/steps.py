@@ -5,16 +5,14 @@ its own. The operators that do the same take several times as long as their work
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from regard.cache import KVCache, PagedCache, QuantizedCache, StaticCache
-from regard.cache.parts import AnyStream
 from regard.cache.quantized import streams_with_room
 from regard.hf.families import rotating
 from regard.hf.families.table import Family
@@ -46,9 +44,8 @@ class InstalledStep(NamedTuple):
     # the buffers of the cache. Their addresses, shapes and strides are read at each step, since
     # each buffer may be moved or changed in place before the next one.
     held: tuple[Tensor, ...]
-    streams: tuple[AnyStream, ...]  # keys and values in these buffers, as numbers or as codes
     most: int  # keys up to which the step is the quickest and no key is hidden
-    run_one: Callable[..., Tensor | None]  # the compiled function for these sizes
+    run_one: Callable[..., Tensor | None]  # runs the compiled code for these sizes on a cache
     scale: float  # of the scores
     version: int  # of the rates by which the step was chosen
 
@@ -72,14 +69,7 @@ class InstalledStep(NamedTuple):
         """
         cache = given[family.cache].layers[module.layer_idx].cache
         angles = given["position_embeddings"] if family.rotate is rotating.halves else None
-        out = self.run_one(
-            *heads,
-            *self.streams,
-            length=cache.length,
-            angles=angles,
-            signed=False,
-            scale=self.scale,
-        )
+        out = self.run_one(cache, *heads, angles=angles, signed=False, scale=self.scale)
         if out is not None:
             cache.count(1)
             report_backend(BACKENDS["fused"].run)
@@ -155,11 +145,10 @@ def record_step(
     cache, held = layer.cache, layer.cache.buffers
     if not is_repeatable(prepared, cache):
         return
-    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else held
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
-    in_pages = type(cache) is PagedCache
-    run_one = _of_pages(prepared, cache) if in_pages else _of(prepared, streams)
+    paged = type(cache) is PagedCache
+    run_one = (_in_pages if paged else _in_buffers)(prepared, cache)
     if run_one is None:
         return
     call = prepared.call
@@ -168,47 +157,40 @@ def record_step(
         shape=x.shape,
         dtype=call.dtype,
         held=held,
-        streams=tuple(streams),
-        most=most_keys(prepared, sys.maxsize if in_pages else held[0].shape[2]),
+        most=most_keys(prepared, sys.maxsize if paged else held[0].shape[2]),
         run_one=run_one,
         scale=call.scale,
         version=SPEED.version,
     )
 
 
-def _of(prepared: Prepared, streams: Sequence[AnyStream]) -> Callable[..., Tensor | None] | None:
-    """The compiled function of a step over buffers; None if their codes are of another kind."""
+def _in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] | None:
+    """The function of a step over buffers; None if their codes are of another kind."""
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
 
+    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
     codes = codes_of(streams)
-    return None if codes is None else Plan.of(*_sizes(prepared.call), *codes).run
+    if codes is None:
+        return None
+    plan: Any = Plan.of(*_sizes(prepared.call), *codes)
+    return lambda cache, q, k, v, **options: plan.run(q, k, v, *streams, cache.length, **options)
 
 
-def _of_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | None] | None:
-    """The compiled function of a step over the pages of a cache; None if it cannot read them."""
+def _in_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | None] | None:
+    """The function of a step over pages; None if the kernel does not read pages of this size."""
     from regard.ops.kernels.paged_stepping import PagedPlan  # imports numba
 
-    ranges = cache.pages_of_step()
-    if not ranges or cache.memory.page_size < LEAST_PAGE:
+    if not cache.pages_of_step() or cache.memory.page_size < LEAST_PAGE:
         return None
-    return partial(_step_in_pages, cache, PagedPlan(*_sizes(prepared.call)))
+    return partial(_step_in_pages, PagedPlan(*_sizes(prepared.call)))
 
 
 def _step_in_pages(
-    cache: PagedCache,
-    plan: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *held: Tensor,
-    length: int,
-    scale: float,
-    **options: Any,
+    plan: Any, cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any
 ) -> Tensor | None:
-    """Run a step over the pages of a cache. None if the token opens or fills a page, or the memory,
-    which other caches share, is another one by now. It may be replaced once the token is written:
-    then this step reads what was there."""
+    """Run a step over the pages of a cache; None if the token opens or fills a page. Another thread
+    may replace the memory once the token is written: then this step reads what was there."""
     from regard.ops.kernels.merging import Source
     from regard.ops.kernels.tiles import KeyPages
 
@@ -218,7 +200,7 @@ def _step_in_pages(
             Source(keys, values, KeyPages(table, size, 0, tokens))
             for (keys, values), table, tokens in cache.pages_of_step()
         ]
-        if not sources or any(map(is_not, cache.buffers, held)):
+        if not sources:
             return None
         appended = plan.append(q, k, v, sources[-1], **options)
     if appended is None:

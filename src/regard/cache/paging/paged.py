@@ -6,12 +6,11 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream
 from regard.cache.paging import appending
 from regard.cache.paging.files import arguments_of, cache_record, filled
 from regard.cache.paging.memory import Kind, Memory
 from regard.cache.paging.pages import PageTable, outlines_of
-from regard.cache.paging.reading import PagedRange, by_slab
+from regard.cache.paging.stepping import Stepping
 from regard.cache.paging.tables import TableChange, Tables, cut, each_length, pages_of, select
 from regard.cache.parts import Part
 from regard.cache.saving import Record
@@ -38,7 +37,7 @@ class Pool(Protocol):
         """The pages."""
 
 
-class PagedCache(Stored):
+class PagedCache(Stepping, Stored):
     """A cache whose tokens lie in pages of a pool, which other caches share.
 
     Rows have their own tables of pages, and may differ in length. Full pages are sealed and can be
@@ -155,27 +154,6 @@ class PagedCache(Stored):
             if last is not rows.tables:
                 rows.replace(last, retires=True)
             return parts
-
-    @property
-    def buffers(self) -> tuple[Tensor | QuantizedStream, ...]:
-        """The memory `[1, G, tokens of all pages, W]` of the streams in open pages."""
-        return () if self._kind is None else self._kind.open.streams
-
-    def pages_of_step(self) -> list[PagedRange]:
-        """The pages of each slab, with one more token in the last one of each row. Nothing if the
-        token opens or fills a page, pages may leave, rows share some, or none was read before."""
-        size, place = self.memory.page_size, self.length % self.memory.page_size
-        if not 0 < place < size - 1 or self._lengths.rows is not None:
-            return []
-        if self.window is not None or self.memory.offloading is not None:
-            return []
-        ranges = [each.whole(size, self.length + 1) for each in self._rows.segments]
-        found = [each for each in ranges if each is not None]
-        return by_slab(found) if found and len(found) == len(ranges) else []
-
-    def count(self, new: int) -> None:
-        """Count tokens that have been written to the open pages."""
-        self._lengths = self._lengths.grown(new)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""

@@ -198,31 +198,6 @@ def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
 # ---- the parts of a batch of tables ----
 
 
-class PagedRange(NamedTuple):
-    """Tokens of all rows in pages of one slab: its streams, the pages of each row, a count."""
-
-    streams: tuple[Values, ...]
-    table: Int64[Tensor, "rows n"]
-    tokens: int
-
-
-def by_slab(ranges: Sequence[PagedRange]) -> list[PagedRange]:
-    """The ranges of each slab as one, for attention to which the order of keys makes no difference;
-    the slab of the last range, in whose last page there is room, comes last."""
-    groups: dict[int, list[PagedRange]] = {}
-    for each in ranges:
-        groups.setdefault(id(each.streams), []).append(each)
-    last = groups.pop(id(ranges[-1].streams))
-    return [_one_range(group) for group in (*groups.values(), last)]
-
-
-def _one_range(ranges: Sequence[PagedRange]) -> PagedRange:
-    if len(ranges) == 1:
-        return ranges[0]
-    table = torch.cat([each.table for each in ranges], 1)
-    return PagedRange(ranges[0].streams, table, sum(each.tokens for each in ranges))
-
-
 class Segment(NamedTuple):
     """A range of pages of all rows that can be read together."""
 
@@ -249,15 +224,6 @@ class Segment(NamedTuple):
         every = PagedStream(slab.streams[0], table, page_size, 0, tokens, slab.read_on)
         shown = every.narrow(offset, size)  # once: keys and values have one table
         return Part(start, stop, Streams([shown._replace(slab=each) for each in slab.streams]))
-
-    def whole(self, page_size: int, stop: int) -> PagedRange | None:
-        """The slots of this segment before `stop`; None of pages in several slabs, or that rows
-        share."""
-        slab, table = self.slab, self.table
-        if slab is None or table is None or (table.shape[0] > 1 and table.stride(0) == 0):
-            return None
-        tokens = min(self.size * page_size, stop - self.first * page_size)
-        return PagedRange(slab.streams, table, tokens)
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
         """The values of rows whose pages lie in different slabs: these are few, around tails."""

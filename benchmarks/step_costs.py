@@ -52,7 +52,6 @@ from regard.ops.kernels import chaining, latent_stepping, launching, paged_stepp
 
 PAGE = Path(__file__).parent.parent / "docs" / "step-costs.json"
 SIZE, HEADS, KV_HEADS, WIDTH = 64, 8, 2, 8  # of a layer: hidden size, heads, key heads, head dim
-STEPPING = stepping, latent_stepping, paged_stepping
 PAST, ROOM, LAYERS = 20, 64, 4  # tokens before the steps and after them; layers of the model
 PACKAGE = str(Path(regard.__file__).parent)
 Run = Callable[[], Any]
@@ -80,10 +79,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.patches = ExitStack()
         kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "memory": (self._clearing, (launching, *STEPPING)),
+            "memory": (self._clearing, (launching, stepping, latent_stepping)),
             "workspace": (self._zeroed, (chaining,)),
-            "launch": (self._kept, (launching, *STEPPING, chaining)),
-            "append_kernel": (self._kept_of, STEPPING),
+            "launch": (self._kept, (launching, stepping, latent_stepping, chaining)),
+            "append_kernel": (self._kept_of, (stepping, latent_stepping, paged_stepping)),
             "isend": (self._kept, (dist,)),
             "irecv": (self._kept, (dist,)),
         }
@@ -195,7 +194,8 @@ def model_cases() -> dict[str, Run]:
         cache: Any = DynamicCache(config=config)
         if kind is not None:
             regard.hf.install(model)
-            options = {"page_size": 16, "tokens": ROOM} if kind == "paged" else {}
+            pool = PagePool(num_pages=16, page_size=16)
+            options = {"pool": pool, "prefixes": False} if kind == "paged" else {}
             cache = regard.hf.cache(model, kind, **options)
         cases[f"model, {name}"] = stepping_model(model, cache)
     return cases

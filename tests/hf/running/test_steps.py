@@ -200,10 +200,17 @@ def test_threads_step_over_the_pages_of_one_pool():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("format", ["K8V8", "K4V4"])
-def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(format, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "format", "least"),
+    [
+        ("norms", "K8V8", 60),
+        ("norms", "K4V4", 60),
+        ("llama", "K4V4", 0),
+    ],  # no kernel for 8 channels
+)
+def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(name, format, least, monkeypatch):
     """Beside an equal cache whose steps are described each time, with pages sealed in between."""
-    model = MODELS["norms"]().eval()
+    model = MODELS[name]().eval()
     hf.install(model)
     options, taken, run = (
         {"page_size": 16, "tokens": 300, "format": format},
@@ -214,16 +221,17 @@ def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(format, monkeypa
     monkeypatch.setattr(
         steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
     )
-    prompt = torch.randint(0, 50, (3, 40))
+    prompt = torch.randint(0, 50, (3, 20))
     for cache in caches:
         model(prompt, past_key_values=cache)
-    for token in torch.randint(0, 50, (40, 3, 1)):
+    for token in torch.randint(0, 50, (50, 3, 1)):
         got = model(token, past_key_values=caches[0]).logits
         with monkeypatch.context() as patch:
             patch.setattr(heads, "repeated_step", lambda *call: None)
             wanted = model(token, past_key_values=caches[1]).logits
         assert torch.allclose(got, wanted, atol=2e-5)
-    assert sum(each is not None for each in taken) > 60
+    assert sum(each is not None for each in taken) >= least
+    assert least or not any(each is not None for each in taken[-20:])
 
 
 @torch.no_grad()

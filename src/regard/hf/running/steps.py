@@ -19,7 +19,7 @@ from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
 from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
 from regard.ops.backends import BACKENDS
-from regard.ops.backends.fused import LEAST_PAGE
+from regard.ops.backends.fused import LEAST_PAGE, is_readable
 from regard.ops.call import Call
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.observed import CALLS, report_backend
@@ -189,8 +189,9 @@ def _in_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | N
 def _step_in_pages(
     plan: Any, cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any
 ) -> Tensor | None:
-    """Run a step over the pages of a cache; None if the token opens or fills a page. Another thread
-    may replace the memory once the token is written: then this step reads what was there."""
+    """Run a step over the pages of a cache; None if the token opens or fills a page, or the kernel
+    does not read codes of this width. Another thread may replace the memory once the token is
+    written: then this step reads what was there."""
     from regard.ops.kernels.merging import Source
     from regard.ops.kernels.tiles import KeyPages
 
@@ -200,7 +201,8 @@ def _step_in_pages(
             Source(keys, values, KeyPages(table, size, 0, tokens))
             for (keys, values), table, tokens in cache.pages_of_step()
         ]
-        if not sources:
+        codes = [x for source in sources[:-1] for x in source[:2] if x is not None]
+        if not sources or not all(is_readable(x, size) for x in codes):
             return None
         appended = plan.append(q, k, v, sources[-1], **options)
     if appended is None:

@@ -140,7 +140,7 @@ def _source(k: AnyStream, v: AnyStream | None = None) -> Any:
 def _where(x: AnyStream) -> Readable:
     """A stream as the kernel reads it; codes stay as they are, with their rotation, if they can."""
     if isinstance(x, QuantizedStream):
-        return x if _is_readable(x) else x.to_tensor()
+        return x if is_readable(x) else x.to_tensor()
     columns: Tensor = _columns_together(x)
     return columns
 
@@ -160,7 +160,7 @@ def reads_pages(stored: Sequence[AnyStream]) -> bool:
         and _is_plain(first.table)
         and (first.table.stride(1) == 1 or first.table.shape[1] == 1)
         and all(
-            isinstance(each, PagedStream) and _is_readable(each.slab, first.page_size)
+            isinstance(each, PagedStream) and is_readable(each.slab, first.page_size)
             for each in stored
         )
     )
@@ -275,10 +275,10 @@ def _readable(x: AnyStream) -> Readable:
     if not isinstance(x, QuantizedStream):
         return to_tensor(x)
     plain = x._replace(rotation=())
-    return plain if _is_readable(plain) else plain.to_tensor()
+    return plain if is_readable(plain) else plain.to_tensor()
 
 
-def _is_readable(x: Readable, page_size: int = 0) -> bool:
+def is_readable(x: Readable, page_size: int = 0) -> bool:
     """Whether the kernel may read memory where it lies, or codes of this width whose scales belong
     to a token, or to a page through whose table they are read."""
     if isinstance(x, Tensor):

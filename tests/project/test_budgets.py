@@ -18,7 +18,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "masks": (2000, 2000),
     "cache -paging": (2400, 2416),
     "cache/paging": (2600, 3430),  # checksums of weights on a GPU; ranges that a step reads
-    "ops -backends -kernels": (3200, 3650),  # masks as segments; keys of latents
+    "ops -backends -kernels": (3200, 3644),  # masks as segments; keys of latents
     "ops/backends": (1700, 2130),  # two for GPUs: `flash` and `latents`
     "ops/kernels": (
         2900,

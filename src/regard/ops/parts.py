@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from regard.cache import Part
-from regard.cache.parts import AnyStream
 from regard.cache.rotation import hadamard
 from regard.constants import accumulating_dtype
 from regard.masks import Span
@@ -99,7 +98,7 @@ def attend_part(
     if BACKEND_RUNS:
         report_backend(backend.run)
     k, v = call.keys_and_values(part if reads_stored(backend, part) else part.as_tensors())
-    of_keys, of_values = rotation_of(k), rotation_of(v)
+    of_keys, of_values = (() if isinstance(x, Tensor) else x.rotation for x in (k, v))
     if not (of_keys or of_values):
         return backend.partial(call, q, k, v) if partial else (backend.run(call, q, k, v),)
     assert sum(of_values) <= call.v_head_dim, "of one stream, at most the values are rotated"
@@ -109,11 +108,6 @@ def attend_part(
         out, lse = backend.partial(here, q, k, v)
         return hadamard(out, of_values), lse
     return (hadamard(backend.run(here, q, k, v), of_values).to(call.dtype),)
-
-
-def rotation_of(x: AnyStream) -> tuple[int, ...]:
-    """Widths of the blocks of channels of a stream that are rotated."""
-    return () if isinstance(x, Tensor) else x.rotation
 
 
 def attend_rows(

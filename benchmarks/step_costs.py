@@ -96,6 +96,8 @@ class Recording(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.patches.close()
+        # kernels of the recording work in this memory, also after a larger one has replaced it
+        self.results.append(getattr(launching._local, "space", None))
 
     def play(self) -> None:
         """All of them again; then messages are waited for."""

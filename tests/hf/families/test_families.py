@@ -1,5 +1,6 @@
 """Every family: installed, a model computes what it computed before, forwards and backwards."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from zoo import DECODERS, SPOKEN, VOCABULARY, ZOO, inputs, result, tokens
 UNIT = torch.finfo(torch.float32).eps / 2
 ROUNDINGS = 32  # of the largest result, for each layer: what `regard compare` allows too
 EITHER = [name for name in ZOO if name not in ("gemma2", "gpt-oss")]  # those have no sdpa
+UNSTEADY = ["gemma3n"]  # whose own gradients in float32 are far from those in float64
 ENCODERS = ["bert", "roberta"]
 
 
@@ -69,17 +71,20 @@ def loss_of(model, given):
 def test_gradients_of_every_parameter_are_the_models_own(name):
     model, given = ZOO[name].build().train(), inputs(name, batch=1)
 
-    def gradients():
+    def gradients(model):
         model.zero_grad()
         loss_of(model, given).backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    before = gradients()
+    before = gradients(model)
+    exact = gradients(copy.deepcopy(model).double()) if name in UNSTEADY else before
     regard.hf.install(model)
-    after = gradients()
+    after = gradients(model)
     assert after.keys() == before.keys()
-    for parameter, wanted in before.items():
+    for parameter, shipped in before.items():
+        wanted = exact[parameter].float()
         bound = 5 * tolerance(model, wanted) + 1e-4 * float(wanted.abs().mean())
+        bound += float((shipped - wanted).abs().max())  # as far as the shipped model may be, too
         torch.testing.assert_close(after[parameter], wanted, rtol=0, atol=bound, msg=parameter)
 
 

@@ -22,6 +22,14 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
+from numba.core.typed_passes import InlineOverloads, NopythonRewrites
+from numba.core.untyped_passes import (
+    GenericRewrites,
+    InlineClosureLikes,
+    InlineInlinables,
+    LiteralUnroll,
+    WithLifting,
+)
 
 from regard.cache_folder import cache_folder
 
@@ -31,6 +39,9 @@ class _Inlined(JITCodeLibrary):  # type: ignore[misc]
 
     Numba would do both for each part, too: that takes a third of the time to compile a kernel.
     """
+
+    def _optimize_functions(self, module: Any) -> None:
+        pass
 
     def _optimize_final_module(self) -> None:
         pass
@@ -51,7 +62,20 @@ class _Inlined(JITCodeLibrary):  # type: ignore[misc]
         """Code that is not compiled has no address for Python's environment, nor does it use it."""
 
 
-class _PartCompiler(Compiler):  # type: ignore[misc]
+# Passes of numba that rewrite arrays, closures and lists: kernels have numbers and addresses
+_SKIPPED = {GenericRewrites, InlineClosureLikes, InlineInlinables, InlineOverloads, LiteralUnroll}
+_SKIPPED |= {NopythonRewrites, WithLifting}
+
+
+class _KernelCompiler(Compiler):  # type: ignore[misc]
+    @no_type_check
+    def define_pipelines(self):
+        (passes,) = super().define_pipelines()
+        passes.passes = [each for each in passes.passes if each[0] not in _SKIPPED]
+        return [passes]
+
+
+class _PartCompiler(_KernelCompiler):
     @no_type_check
     def __init__(self, typing, target, library, *options):
         library = _Inlined(target.codegen(), "part")
@@ -80,7 +104,8 @@ def compiled_from(function: Any, signature: Any, *modules: Any) -> Any:
     """
     function.__name__ = function.__qualname__ = _name_of(function, *modules)
     types, result = sigutils.normalize_signature(signature)
-    compiled = CFunc(function, (types, result), locals={}, options={"error_model": "numpy"})
+    options = {"error_model": "numpy"}
+    compiled = CFunc(function, (types, result), {}, options, pipeline_class=_KernelCompiler)
     with suppress(Exception):  # the user has no home, or the sources are missing
         compiled._cache = _Stored(function)
     with _announced(compiled._cache):

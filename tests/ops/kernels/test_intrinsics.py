@@ -50,6 +50,15 @@ def test_prefetch_value_changes_nothing():
     np.testing.assert_array_equal(value, before)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_prefetch_far_changes_nothing(joined):
+    tile, keys, values = tile_of(16, joined=joined), random(48), random(48)
+    before = keys.copy(), values.copy()
+    run(intrinsics.prefetch_far, tile, keys, values)
+    run(intrinsics.prefetch_far, tile, 0, 1 << 62)  # addresses without memory are no error
+    np.testing.assert_array_equal((keys, values), before)
+
+
 @LANES
 @pytest.mark.parametrize("bits", [8, 6, 4])
 def test_dot_products_of_codes_are_those_of_what_they_stand_for(lanes, bits):
@@ -228,5 +237,5 @@ def test_fused_rounds_once():
 def test_every_intrinsic_has_its_test():
     found = {name for name, x in vars(intrinsics).items() if type(x).__name__ == "_Intrinsic"}
     tested = " ".join(name for name in globals() if name.startswith("test_"))
-    assert len(found) == 23
+    assert len(found) == 24
     assert all(name in tested for name in found)

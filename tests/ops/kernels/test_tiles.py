@@ -67,6 +67,20 @@ def test_codes_of_four_query_heads_are_converted_once_for_all_of_them():
         assert tile.rows * tile.keys <= tile.registers
 
 
+def test_pages_and_plain_float32_are_requested_far_ahead():
+    codes = Format(8, 64)
+    for half, k, v, page, wanted in (
+        (False, None, None, 0, True),
+        (True, None, None, 0, False),
+        (True, None, None, 64, True),
+        (False, codes, codes, 0, False),
+        (False, None, codes, 0, False),
+        (False, codes, codes, 64, True),
+    ):
+        tile = tile_for(4, 64, 64, half, False, False, 16, k, v, page)
+        assert tile.requests_far is wanted, (half, k, v, page)
+
+
 def test_ranges_hold_every_key_once():
     tile, faults = tile_for(1, 64, 64, False, False, False, 16), []
     for keys, heads, threads in itertools.product((1, 255, 4096, 5001), (1, 8, 64), (1, 2, 16)):

@@ -35,6 +35,7 @@ from regard.ops.kernels.intrinsics import (
     maximum,
     next_number,
     numbers,
+    prefetch_far,
     prefetch_key_scales,
     prefetch_line,
     prefetch_value,
@@ -44,7 +45,7 @@ from regard.ops.kernels.intrinsics import (
     visible_keys,
 )
 from regard.ops.kernels.rebuilding import rebuild_keys
-from regard.ops.kernels.tiles import HIDDEN, LOG2E, LOWEST, RECORD, Tile
+from regard.ops.kernels.tiles import FAR, HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
 
@@ -96,16 +97,12 @@ def attend(tile, call, padded, pair, first, queries, part):
         count = visible(tile, call, count, bias)
         if count == 0:
             continue
-        ahead, far = next_block(tile, call, batch, at, j), page_ahead(tile, call, batch, j)
+        ahead, far = next_block(tile, call, batch, at, j), far_ahead(tile, call, batch, j)
         request_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
                        v_scales + ahead * v_pace, v_pace)  # fmt: skip
-        request_page(
-            tile,
-            keys + far * k_stride,
-            values + far * v_stride,
-            k_scales + k_row(tile, call, far) * k_pace,
-            v_scales + far * v_pace,
-        )
+        request_far(tile, keys + far * k_stride, k_stride, values + far * v_stride, v_stride,
+                    k_scales + k_row(tile, call, far) * k_pace,
+                    v_scales + far * v_pace)  # fmt: skip
         k, of_k = keys + at * k_stride, k_scales + k_row(tile, call, at) * k_pace
         v, of_v = values + at * v_stride, v_scales + at * v_pace
         apart = 0 if tile.k_by_page else k_pace  # from the scales of a key to those of the next
@@ -161,9 +158,10 @@ def next_block(tile, call, batch, at, j):
 
 @part
 @no_type_check
-def page_ahead(tile, call, batch, j):
-    """The position in memory of the key one page after key `j`, or of the last key."""
-    far = j
+def far_ahead(tile, call, batch, j):
+    """The position in memory of the key one page after key `j`, or some blocks where there are no
+    pages; at most that of the last key."""
+    far = min(call.keys - 1, j + FAR * tile.block)
     if tile.paged:
         far, _ = block_at(tile, call, batch, min(call.keys - 1, j + call.page), call.keys)
     return far
@@ -178,12 +176,12 @@ def k_row(tile, call, at):
 
 @part
 @no_type_check
-def request_page(tile, k, v, of_k, of_v):
-    """Requests a line of a page's keys, values and scales long before they are read: finding the
-    memory of a page that follows no other takes longer than to read it."""
-    if tile.paged:
-        prefetch_line(tile, k)
-        prefetch_line(tile, v)
+def request_far(tile, k, k_stride, v, v_stride, of_k, of_v):
+    """Requests a block of keys and values, and their first scales, long before they are read: at a
+    page that follows no other, memory is found anew and the processor foresees no read."""
+    if tile.requests_far:
+        for u in range(tile.block):
+            prefetch_far(tile, k + u * k_stride, v + u * v_stride)
         if tile.k_quantized:
             prefetch_line(tile, of_k)
         if tile.v_quantized:

@@ -171,6 +171,16 @@ def prefetch_value(e, tile, address):
 
 @emits(types.void)
 @no_type_check
+def prefetch_far(e, tile, keys, values):
+    """Request a row of keys and one of values long before they are needed: for the second cache,
+    since the first has no room for a page."""
+    e.prefetch(tile.k.bytes(tile.width), keys, 2)
+    if not tile.joined:
+        e.prefetch(tile.v.bytes(tile.value_width), values, 2)
+
+
+@emits(types.void)
+@no_type_check
 def prefetch_key_scales(e, tile, address, pace):
     """Request the scales of a block of keys, `pace` bytes apart; one row where they share them."""
     rows = 1 if tile.k_by_page else tile.block

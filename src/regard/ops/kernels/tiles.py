@@ -17,6 +17,7 @@ EXP2 = (  # coefficients of 2**f on [-1/2, 1/2], lowest power first: minimax, er
 KEYS_A_TASK = 256  # keys, at least: merging the partial results of fewer costs more than it saves
 TASKS_A_THREAD = 4  # tasks, at most: several for each thread, so that a slow core takes fewer
 BLOCK_BYTES = 4096  # of keys, at least: what a block costs once is then small beside reading it
+FAR = 4  # blocks between one that is read and one that is requested for the second cache
 UNROLLED = {16: 128, 8: 128, 4: 32}  # channels of keys, at most, dequantised in registers, by lanes
 LINE = 64  # bytes of a cache line
 NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
@@ -165,6 +166,12 @@ class Tile(NamedTuple):
     def prefetch_bytes(self) -> int:
         """Bytes of each key that one strip prefetches: whole cache lines."""
         return -(-self.k.bytes(self.width) // self.prefetches // LINE) * LINE
+
+    @property
+    def requests_far(self) -> bool:
+        """Whether blocks are requested long before they are read: those of pages, and of float32,
+        which has most bytes for each product."""
+        return self.paged or (not self.k.rebuilt and {self.k.bits, self.v.bits} == {32})
 
     @property
     def query_bytes(self) -> int:

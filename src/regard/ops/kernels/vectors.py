@@ -85,14 +85,15 @@ class Vectors:
         """cell += x y"""
         self.builder.store(self.fma(x, y, self.builder.load(cell)), cell)
 
-    def prefetch(self, count: int, address: Value) -> None:
-        """Request the cache lines of `count` bytes before they are needed."""
+    def prefetch(self, count: int, address: Value, level: int = 1) -> None:
+        """Request the cache lines of `count` bytes before they are needed, for this cache (1 or 2)
+        and those behind it."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT32, INT32, INT32])
         call = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        read, keep_in_all_caches, data = INT32(0), INT32(3), INT32(1)
+        read, locality, data = INT32(0), INT32(4 - level), INT32(1)
         for offset in range(0, count, LINE):
             place = self.pointer(BYTE, address, offset)
-            self.builder.call(call, [place, read, keep_in_all_caches, data])
+            self.builder.call(call, [place, read, locality, data])
 
     # ---- rows of elements ----
 

@@ -205,8 +205,8 @@ def test_threads_step_over_the_pages_of_one_pool():
     [
         ("norms", "K8V8", 60),
         ("norms", "K4V4", 60),
-        ("llama", "K4V4", 0),
-    ],  # no kernel for 8 channels
+        ("llama", "K4V4", 0),  # the kernel reads no 4-bit codes of heads of 8 channels
+    ],
 )
 def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(name, format, least, monkeypatch):
     """Beside an equal cache whose steps are described each time, with pages sealed in between."""

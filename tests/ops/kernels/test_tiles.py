@@ -79,6 +79,8 @@ def test_pages_and_plain_float32_are_requested_far_ahead():
     ):
         tile = tile_for(4, 64, 64, half, False, False, 16, k, v, page)
         assert tile.requests_far is wanted, (half, k, v, page)
+    latents = Format(32, rank=48)  # keys are products with them: these take the time
+    assert not tile_for(4, 64, 64, False, False, False, 16, latents, None).requests_far
 
 
 def test_ranges_hold_every_key_once():

@@ -57,7 +57,7 @@ of a cache is read where it lies. With `joined` the values are the first columns
 
 Keys and values may lie in pages of a memory that many sequences share, `[1, G, tokens, W]`: a table
 has the numbers of a sequence's pages, in order. A block is then of one page, and is requested from
-memory a page ahead, since a page may lie anywhere.
+memory some blocks ahead, since a page may lie anywhere.
 
 The workspace, one for each calling thread, everything in float32 but the counters (int64):
 

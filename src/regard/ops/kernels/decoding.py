@@ -159,11 +159,8 @@ def next_block(tile, call, batch, at, j):
 @part
 @no_type_check
 def far_ahead(tile, call, batch, j):
-    """The position in memory of the key one page after key `j`, or some blocks where there are no
-    pages; at most that of the last key."""
-    far = min(call.keys - 1, j + FAR * tile.block)
-    if tile.paged:
-        far, _ = block_at(tile, call, batch, min(call.keys - 1, j + call.page), call.keys)
+    """The position in memory of the key some blocks after key `j`, at most that of the last key."""
+    far, _ = block_at(tile, call, batch, min(call.keys - 1, j + FAR * tile.block), call.keys)
     return far
 
 

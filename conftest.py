@@ -14,6 +14,7 @@ import torch
 from browser import chromium, open_page  # noqa: F401  (fixtures of every file of tests)
 from covering import covering_items, unchecked_items
 from durations import Measured
+from regard.cache_folder import cache_folder
 from session import LONG, worst
 
 NEEDS = {  # modules that need an optional package
@@ -31,6 +32,8 @@ SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generat
 gc.disable()
 OBJECTS = (14_000, 10, 10)
 os.environ["REGARD_SPEED"] = "default"  # a tuned machine chooses as any other, here
+# A test that has a cache folder of its own finds compiled code nevertheless: a kernel takes 2 s.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder().absolute() / "compiled"))
 
 hypothesis.settings.register_profile(
     "normal", max_examples=12, deadline=None, derandomize=True, database=None

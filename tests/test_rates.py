@@ -26,6 +26,7 @@ from regard.rates import (
     DEFAULT,
     FARTHEST,
     SPEED,
+    ZEN4,
     Speed,
     compiles_wide,
     forget_speed,
@@ -350,8 +351,9 @@ def processor(monkeypatch):
     for name in rates_module.NARROWING:
         monkeypatch.delenv(name, raising=False)
 
-    def make(words, vectors):
-        monkeypatch.setattr(rates_module, "processor", lambda: ("x86_64", f"flags\t: fpu {words}"))
+    def make(words, vectors, family=6):
+        facts = ("x86_64", f"cpu family\t: {family}", "model\t\t: 25", f"flags\t: fpu {words}")
+        monkeypatch.setattr(rates_module, "processor", lambda: facts)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
 
     return make
@@ -363,6 +365,19 @@ def test_the_constants_of_a_processor_follow_from_its_instructions(processor, wo
     expected, vectors = INSTRUCTIONS[words]
     processor(words, vectors)
     assert typical(threads) == expected.of_threads(threads)
+
+
+@pytest.mark.parametrize(("family", "expected"), [(25, ZEN4), (26, AVX512), (6, AVX512)])
+def test_a_processor_that_halves_long_vectors_has_constants_of_its_own(
+    processor, monkeypatch, family, expected
+):
+    processor("avx2 avx512f avx512_bf16", "AVX512", family)
+    assert ZEN4.fused < AVX512.fused
+    assert typical(2) == expected.of_threads(2)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
+    assert typical(1).fused == AVX2.fused
+    processor("avx2 fma", "AVX2", family)  # Zen 3
+    assert typical(1) == AVX2
 
 
 def test_narrowed_vectors_and_instructions_have_constants_of_their_own(processor, monkeypatch):

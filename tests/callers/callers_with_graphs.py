@@ -52,9 +52,11 @@ def compiling(name: str, **options: object) -> None:
     def run_trained(program: Program) -> Found:
         return gradients(program, compiled(program, **options), list(program.leaves()))
 
-    # inductor takes long; an ordinary run has aot with dynamic lengths, and with graph breaks
+    # inductor takes long, and so do gradients of aot with dynamic lengths; an ordinary run has aot
+    # with dynamic lengths forward, and with graph breaks
     slow = "backend" not in options or (len(options) == 2 and options["backend"] == "aot_eager")
     caller(name, dear=True, only_long=slow, refusals=COMPILED)(run)
+    slow |= name == "compile, aot, dynamic"
     caller(f"{name}, trained", dear=True, only_long=slow, refusals=COMPILED)(run_trained)
 
 

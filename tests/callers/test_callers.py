@@ -87,7 +87,7 @@ JUDGED = (
     "GQA",
     "GQA, KVCache",
 )
-NOTICING = [name for name in CALLERS if LONG or not number(name) % 8]
+NOTICING = [name for name in CALLERS if LONG or not number(name) % 16]
 
 
 @pytest.mark.parametrize("name", NOTICING)

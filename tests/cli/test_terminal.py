@@ -126,6 +126,7 @@ def test_a_dumb_terminal_has_its_width(monkeypatch):
 
     for name, value in {"TERM": "dumb", "COLUMNS": "60"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LINES", raising=False)
     monkeypatch.setattr(
         terminal, "Console", lambda **options: rich.console.Console(force_terminal=True, **options)
     )

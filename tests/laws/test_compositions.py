@@ -108,7 +108,7 @@ OVER_POOLS = {
     "scattered pages": scattered_pages,
     "pages, window": lambda layer: PagedCache(PagePool(999, page_size=16), window=20),
 }
-SEVERAL = ("GQA", "window")  # in a normal run, on every backend that takes milliseconds
+SEVERAL = ("window",)  # in a normal run, on every backend that takes milliseconds
 COMPILED = tuple(layer for layer in WIDE if LONG or layer != "MLA expanded")  # kernel by kernel
 CASES = [
     (layer, backend)

@@ -136,7 +136,7 @@ def test_half_precision_that_is_computed_in_float32_is_estimated_so():
 
 @pytest.mark.skipif(not fused.is_installed(), reason="no numba")
 @pytest.mark.parametrize("threads", [1, 2, 16])
-@pytest.mark.parametrize("name", ["AVX2", "AVX512", "AMX"])
+@pytest.mark.parametrize("name", ["AVX2", "AVX512", "ZEN4", "AMX"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_grouped_decoding_reads_keys_once_on_every_processor(threads, name, dtype, bits):

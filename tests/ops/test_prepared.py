@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_flatten
 import cases
 from cases import Case, cut, draw_case
 from contract import compare
-from covering import few
 from paged import coded, in_pages, part_of
 from plain import array, attention
 from regard import Causal, Padding, Part, SlidingWindow, Span, prepare
@@ -117,8 +116,12 @@ def stored_parts(k, v, rng, *, shared: int, joined: bool) -> tuple[Part, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("queries", [1, 17])
-@pytest.mark.parametrize("kind", few([*list(KINDS)[1:], "MHA"], 2))
+EVERY_CALL = [(kind, queries) for kind in KINDS for queries in (1, 17)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "queries"), EVERY_CALL if LONG else [("GQA", 1), ("GQA", 17), ("MLA", 1)]
+)
 @pytest.mark.parametrize("backend", sorted(BACKENDS.keys() - {"latents", "flash"}))
 def test_every_backend_reads_shared_and_own_pages(backend, kind, queries):
     """A prefix of 32 tokens that rows share, then their own pages, against loops in float64."""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (2077, 2189),  # the modules beside the folders; the design names no budget for them
+    ".": (2077, 2192),  # the modules beside the folders; the design names no budget for them
     "layers -forms": (1600, 2074),  # queries scaled by position; two forms of a joint latent
     "layers/forms": (900, 900),  # layers of newer models, made of the functions of `layers`
     "rope": (850, 862),

@@ -26,7 +26,7 @@ from session import LONG
 
 # Storages whose FLOPs are counted: below 8 bits formats rotate, by products that are left out.
 UNROTATED = [STORAGES[name] for name in ("plain", "int8", "int4", "K8V8")]
-SHAPES = 500 if LONG else 150
+SHAPES = 500 if LONG else 100
 PART = 50  # shapes of a test
 KINDS = ("MHA", "GQA", "MQA", "MLA", "LatentKV")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
@@ -59,10 +59,10 @@ def printable(text: str) -> str:
 def stdout(piped: int = PIPED) -> Console:
     """Stdout, as wide as its terminal; a file or a pipe gets so many columns."""
     console = Console(highlight=False)
-    columns = console.width
-    if console.is_dumb_terminal:  # rich takes 80 for each
-        columns = shutil.get_terminal_size().columns
-    console.width = min(columns, WIDEST) if console.is_terminal else piped
+    dumb = console.is_dumb_terminal  # rich takes 80 columns for each
+    columns = shutil.get_terminal_size().columns if dumb else console.width
+    columns = min(columns, WIDEST) if console.is_terminal else piped
+    console.size = ConsoleDimensions(columns, console.height)  # rich ignores a width alone, if dumb
     return console
 
 

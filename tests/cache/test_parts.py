@@ -76,3 +76,12 @@ def test_the_fewest_bits_count():
     (four,), _ = parts_of(QuantizedCache(bits=4, group=32), 4)
     found = storage_of([eight, four._replace(kv_start=4, kv_stop=8)])
     assert found == Storage((QuantizedStream,), 4, several=True)
+
+
+def test_the_storage_of_several_parts_is_found_in_a_graph():
+    def count(x):
+        parts = Part(0, 2, (x[:, :, :2],) * 2), Part(2, 5, (x[:, :, 2:],) * 2)
+        return x + len(storage_of(parts).kinds)
+
+    x = torch.randn(1, 2, 5, 8)
+    assert torch.compile(count, backend="eager", fullgraph=True)(x).equal(x)

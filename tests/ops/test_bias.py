@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard import attend
 from regard.masks import Dense, Span
 from regard.ops.bias import Alibi, BiasWith, RelativeBias, ScoreBias, split_additive
 
@@ -223,3 +224,15 @@ def test_a_learned_rule_reads_the_parameters_that_it_is_given():
     assert other.grad is not None and rule.relative_attention_bias.weight.grad is None
     rule.relative_attention_bias.weight = torch.nn.Parameter(other.detach())
     assert torch.equal(bias, rule.bias(span, **options))
+
+
+def test_a_rule_for_its_heads_compiles_with_sizes_left_open():
+    def call(x):
+        return attend(x, x, x, score_bias=Alibi.for_heads(3))
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for length in (4, 7):
+        x = torch.randn(2, 3, length, 8)
+        assert torch.allclose(compiled(x), call(x), atol=1e-6)
+    with pytest.raises(ValueError, match="for 3 heads, the call has 4"):
+        call(torch.randn(2, 4, 5, 8))

@@ -196,12 +196,8 @@ def storage_of(parts: Sequence[Part]) -> Storage:
     """How the keys and values of a call are stored."""
     if len(parts) == 1 and isinstance(parts[0].streams, tuple):
         return TENSORS
-    kinds, bits, several = dict[type, None](), None, len(parts) > 1
-    for part in parts:
-        for stream in part.stored:
-            if isinstance(stream, Tensor):
-                continue
-            kinds |= dict.fromkeys(stream.kinds)
-            own, several = stream.bits, several or stream.is_scattered
-            bits = own if bits is None or (own is not None and own < bits) else bits
-    return Storage(tuple(kinds), bits, several)
+    others = [x for part in parts for x in part.stored if not isinstance(x, Tensor)]
+    kinds = dict.fromkeys([kind for stream in others for kind in stream.kinds])
+    bits = [stream.bits for stream in others if stream.bits is not None]
+    several = len(parts) > 1 or any(stream.is_scattered for stream in others)
+    return Storage(tuple(kinds), min(bits) if bits else None, several)

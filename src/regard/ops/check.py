@@ -170,14 +170,14 @@ def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.dev
     if bias is None:
         return
     if not isinstance(bias, Tensor):
+        kind = type(bias).__name__
         if not isinstance(bias, ScoreBias):
-            raise TypeError(
-                f"score_bias is a tensor or a rule such as Alibi, got {type(bias).__name__}"
-            )
-        if isinstance(bias, Alibi | RelativeBias) and bias.num_heads not in (1, shape[1]):
+            raise TypeError(f"score_bias is a tensor or a rule such as Alibi, got {kind}")
+        # not `in (1, shape[1])`: that finds no size which `torch.compile` leaves open
+        if isinstance(bias, Alibi | RelativeBias) and 1 != bias.num_heads != shape[1]:
             raise ValueError(
                 f"score_bias={bias!r} is for {bias.num_heads} heads, the call has {shape[1]} query "
-                f"heads; give {type(bias).__name__} for {shape[1]}, or for 1, which broadcasts"
+                f"heads; give {kind} for {shape[1]}, or for 1, which broadcasts"
             )
         return
     if not bias.is_floating_point():

@@ -117,7 +117,7 @@ def hidden_keys(call: Call, keep: Bool[Tensor, "*some L S"]) -> Bool[Tensor, "#B
     visible = keep.any(-2)
     if visible.dim() < 3:
         return ~visible.reshape(1, 1, -1, 1)
-    if visible.shape[1] in (1, call.num_kv_heads):
+    if visible.shape[1] == 1 or visible.shape[1] == call.num_kv_heads:
         return ~visible.unsqueeze(-1)
     return ~group_heads(visible.unsqueeze(-1), call.num_kv_heads).any(2)
 

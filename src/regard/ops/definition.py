@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.constants import accumulating_dtype
-from regard.heads import group_heads, ungroup_heads
+from regard.heads import fold_heads
 from regard.ops.call import Call, hides_nothing, is_everything
 
 
@@ -19,8 +19,8 @@ def scores(
 ) -> Float[Tensor, "B H L S"]:
     """`softcap(scale * q.k) + score_bias`, hidden ones -inf, in float32 or float64."""
     dtype = accumulating_dtype(call.dtype)
-    grouped = group_heads(q.to(dtype) * call.scale, call.num_kv_heads)
-    return scores_of(call, ungroup_heads(grouped @ k.to(dtype).unsqueeze(2).mT))
+    rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
+    return scores_of(call, (rows @ k.to(dtype).mT).reshape(*q.shape[:3], k.shape[2]))
 
 
 def scores_of(call: Call, raw: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:

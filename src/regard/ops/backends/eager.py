@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.heads import group_heads, ungroup_heads
+from regard.heads import fold_heads
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import log_sum_exp, scores, softmax
@@ -60,5 +60,5 @@ def partial(
 
 
 def _read(call: Call, weights: Tensor, v: Tensor) -> Tensor:
-    grouped = group_heads(weights, call.num_kv_heads)
-    return ungroup_heads(grouped @ v.to(weights.dtype).unsqueeze(2))
+    rows = fold_heads(weights, call.num_kv_heads)
+    return (rows @ v.to(weights.dtype)).reshape(*weights.shape[:3], v.shape[3])

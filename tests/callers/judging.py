@@ -17,7 +17,6 @@ SOURCES = str(Path(regard.__file__).parent)
 POINTS = 32  # around the leaves, at which the error of a plain implementation is measured
 FACTORS = {torch.float32: 5.0, torch.bfloat16: 3.0, torch.float16: 3.0}  # for derivatives
 LAYERS = 2.0  # for the outputs of layers
-MERGED = 2.0  # more for keys in parts: weights are normalised in each part, and then over all parts
 CODES = 0.05  # of the largest output: what eight bits for eight numbers lose
 EXACT = 1e-11  # float64, as in the tests of layers
 
@@ -112,7 +111,6 @@ def allowed(
     if dtype == torch.float64:
         return EXACT * (1 + largest(right))
     factor = LAYERS if what == "out" else FACTORS[dtype]
-    factor *= MERGED if getattr(program.row, "parts", False) else 1.0
     return factor * usual_error(program, leaves, what, dtype, error / factor)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Alibi, Causal, Padding, Span, attend, prepare
 from regard.ops.backends import eager
@@ -50,3 +51,22 @@ def test_dropout_drops_and_scales():
     outs = {attend(q, k, v, span=span, dropout=0.5, backend="eager").item() for _ in range(5)}
     assert len(outs) > 1
     assert all(out == pytest.approx(1.0, abs=0.2) for out in outs)
+
+
+class Copied(TorchDispatchMode):
+    """The most elements that a copying operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_keys_are_not_copied_for_each_head_that_shares_them():
+    q, k = torch.randn(2, 8, 3, 16), torch.randn(2, 1, 50, 16)
+    with torch.no_grad(), Copied() as copied:
+        attend(q, k, k, backend="eager")
+    assert copied.elements < k.numel()

@@ -38,18 +38,50 @@ def weights(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The softmax over visible keys and the sink, `[B, H, L, S]`."""
+    scores = masked_scores(q, k, keep=keep, scale=scale, softcap=softcap, bias=bias)
+    seen = keep.any(-1, keepdim=True)
+    if sinks is None:
+        return scores.softmax(-1) * seen
+    sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] * seen
+
+
+def masked_scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    keep: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Scores of all pairs, -inf for masked ones; a fully masked row keeps its scores, finite."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
-    seen = keep.any(-1, keepdim=True)
-    scores = scores.masked_fill(~keep & seen, -torch.inf)  # fully masked rows are zeroed below
-    if sinks is None:
-        return scores.softmax(-1) * seen
-    sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] * seen
+    return scores.masked_fill(~keep & keep.any(-1, keepdim=True), -torch.inf)
+
+
+def attention_in_halves(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor) -> Tensor:
+    """The same as `attention` but for rounding: attention over each half of the keys, and the mean
+    of both outputs, weighted by the sums of exponentials."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    halves = [k.shape[2] // 2, k.shape[2] - k.shape[2] // 2]
+    keep = keep.expand(*q.shape[:3], k.shape[2])
+    outs, sums = [], []
+    for keys, values, kept in zip(
+        k.split(halves, 2), v.split(halves, 2), keep.split(halves, -1), strict=True
+    ):
+        scores = masked_scores(q, keys, keep=kept)
+        outs.append(scores.softmax(-1) @ values)
+        sums.append(scores.logsumexp(-1).masked_fill(~kept.any(-1), -torch.inf))
+    sums = torch.stack(sums)
+    nothing = (sums == -torch.inf).all(0)
+    shares = sums.masked_fill(nothing, 0.0).softmax(0).masked_fill(nothing, 0.0)
+    return (torch.stack(outs) * shares.unsqueeze(-1)).sum(0)
 
 
 def largest_score(

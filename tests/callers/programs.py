@@ -186,6 +186,8 @@ class AttendProgram(Program):
 
     def define(self, leaves: Leaves) -> Tensor:
         q, k, v = (leaves[name] for name in "qkv")
+        if self.row.parts:
+            return definition.attention_in_halves(q, k, v, keep=self.keep)
         options = {"bias": self.bias(leaves), **self.row.given}
         return definition.attention(q, k, v, keep=self.keep, sinks=leaves.get("sinks"), **options)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard import attend
 from regard.masks import Dense, Span
@@ -149,6 +150,13 @@ def test_relative_bias_keeps_its_buckets_wherever_it_goes():
     assert expected.dtype == torch.float32
     assert repr(eval(repr(fresh))) == repr(fresh)
     assert list(fresh.state_dict()) == ["relative_attention_bias.weight"]
+
+
+def test_a_relative_bias_can_be_built_under_fake_tensors():
+    """To size a model without its memory; the buckets are numbers all the same."""
+    with FakeTensorMode():
+        rule = RelativeBias(2, num_buckets=8, max_distance=20)
+    assert rule._buckets == RelativeBias(2, num_buckets=8, max_distance=20)._buckets
 
 
 @pytest.mark.parametrize("rule", [Alibi([0.5, 0.1]), RelativeBias(2)], ids=repr)

@@ -32,19 +32,20 @@ VERIFY_MISSING = (
 )
 
 
+def _ask_for_verify(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="SUBJECT")] = None,
+) -> None:
+    """Check an attention of any origin; it needs the package regard-verify."""
+    raise ImportError(VERIFY_MISSING)
+
+
 try:
     from regard_verify.command import verify
 except ModuleNotFoundError as error:
     if error.name != "regard_verify":
         raise
-
-    def verify(  # type: ignore[misc]
-        arguments: Annotated[list[str] | None, typer.Argument(metavar="SUBJECT")] = None,
-    ) -> None:
-        """Check an attention of any origin; it needs the package regard-verify."""
-        raise ImportError(VERIFY_MISSING)
-
-    verb(verify, context_settings={"ignore_unknown_options": True})
+    _ask_for_verify.__name__ = "verify"  # the verb's
+    verb(_ask_for_verify, context_settings={"ignore_unknown_options": True})
 else:
     verb(verify)
 

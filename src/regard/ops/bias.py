@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from regard.constants import device_vector
 from regard.masks import Dense, Span
@@ -259,7 +260,9 @@ def offsets_of(span: Span, device: torch.device | str | None) -> Int[Tensor, "#B
 
 
 def _buckets_by_distance(share: int, max_distance: int) -> tuple[int, ...]:
+    """Computed as T5 does, in torch's float32, whose rounding decides at the edges of buckets."""
     near = share // 2
-    far = torch.arange(near, max_distance + 1, dtype=torch.float32, device="cpu") / near
-    steps = far.log() / math.log(max_distance / near) * (share - near)
-    return (*range(near), *(min(near + int(step), share - 1) for step in steps.tolist()))
+    with _disable_current_modes():  # fake tensors have no numbers
+        far = torch.arange(near, max_distance + 1, dtype=torch.float32, device="cpu") / near
+        steps = (far.log() / math.log(max_distance / near) * (share - near)).tolist()
+    return (*range(near), *(min(near + int(step), share - 1) for step in steps))

@@ -58,6 +58,11 @@ def test_right_functions_break_no_law(target):
     assert len(report.having("passed")) > 10
 
 
+def test_a_mask_that_is_required_and_not_none_shows_all_keys_at_first():
+    subject = understand(foreign.required_mask)
+    assert (subject.form.argument, subject.form.polarity) == ("padding_mask", "drop")
+
+
 def test_a_wrong_window_is_noticed():
     def one_too_wide(q, k, v, causal=False, window_size=(-1, -1)):
         left, right = window_size

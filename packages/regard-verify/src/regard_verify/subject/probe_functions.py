@@ -96,13 +96,13 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     errors: list[SubjectError] = []
     mixed: list[FunctionCall] = []
     layouts = [own.layout] if own.layout else LAYOUTS
-    # before anything is known of them, masks that are required are None
-    spare = tuple(each for each in _mask_names(own.mask, target) if each in required_of(target))
-    for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
+    required = [each for each in _mask_names(own.mask, target) if each in required_of(target)]
+    multiples = [own.multiple] if own.multiple else MULTIPLES
+    for multiple, layout, form in product(multiples, layouts, _first_masks(required)):
         if mixed and multiple != mixed[0].own.multiple:
             break
-        tried = replace(own, multiple=multiple)
-        call = FunctionCall(target, tried, MaskForm(""), layout, layout, names, spare=spare)
+        tried, spare = replace(own, multiple=multiple), tuple({*required} - {form.argument})
+        call = FunctionCall(target, tried, form, layout, layout, names, spare=spare)
         try:
             found = replace(call, returns=own.returns or _returns(call, trial))
             if own.layout or layout in ONE_HEAD or _heads_are_apart(found, trial):
@@ -121,6 +121,13 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
         errors,
         own.layout,
     )
+
+
+def _first_masks(required: Sequence[str]) -> list[MaskForm]:
+    """Masks to call a function with before anything is known of those that it requires: None, and
+    all keys visible in each polarity."""
+    shown = (MaskForm(""), MaskForm("", "drop"), MaskForm("", "additive", dtype="float"))
+    return [MaskForm(""), *(form._replace(argument=name) for name in required for form in shown)]
 
 
 def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> SubjectError:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,7 +34,8 @@ gc.disable()
 OBJECTS = (14_000, 10, 10)
 os.environ["REGARD_SPEED"] = "default"  # a tuned machine chooses as any other, here
 # A test that has a cache folder of its own finds compiled code nevertheless: a kernel takes 2 s.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder().absolute() / "compiled"))
+with suppress(FileNotFoundError):  # the user has no home: kernels are compiled as they are needed
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder().absolute() / "compiled"))
 
 hypothesis.settings.register_profile(
     "normal", max_examples=12, deadline=None, derandomize=True, database=None

@@ -26,17 +26,15 @@ for name in (
 
 __all__ = ["app", "run"]
 
-VERIFY_MISSING = (
-    "regard verify needs regard-verify: python -m pip install 'regard-verify[cli]', or, from a "
-    "clone of regard, python -m pip install './packages/regard-verify[cli]'"
-)
-
 
 def _ask_for_verify(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="SUBJECT")] = None,
 ) -> None:
     """Check an attention of any origin; it needs the package regard-verify."""
-    raise ImportError(VERIFY_MISSING)
+    raise ImportError(
+        "regard verify needs regard-verify: python -m pip install 'regard-verify[cli]', or, from a "
+        "clone of regard, python -m pip install './packages/regard-verify[cli]'"
+    )
 
 
 try:

@@ -179,8 +179,7 @@ class RelativeBias(nn.Module):
         table = device_vector(self._buckets, torch.int64, offsets.device)
         distances = offsets.abs() if self.bidirectional else (-offsets).clamp(min=0)
         buckets = table[distances.clamp(max=self.max_distance)]
-        after = self.num_buckets // 2 * (offsets > 0) if self.bidirectional else 0
-        return buckets + after
+        return buckets + (self.num_buckets // 2 * (offsets > 0) if self.bidirectional else 0)
 
     def __repr__(self) -> str:
         return (
@@ -254,15 +253,13 @@ def split_additive(
 def offsets_of(span: Span, device: torch.device | str | None) -> Int[Tensor, "#B 1 L S"]:
     """The positions of the span's keys less those of its queries."""
     queries = span.positions(device)
-    keys = torch.arange(span.kv_start, span.kv_stop, device=queries.device)
-    offsets = keys - queries[..., None]
+    offsets = torch.arange(span.kv_start, span.kv_stop, device=queries.device) - queries[..., None]
     return offsets[:, None] if offsets.ndim == 3 else offsets[None, None]
 
 
 def _buckets_by_distance(share: int, max_distance: int) -> tuple[int, ...]:
-    """Computed as T5 does, in torch's float32, whose rounding decides at the edges of buckets."""
     near = share // 2
-    with _disable_current_modes():  # fake tensors have no numbers
+    with _disable_current_modes():  # rounded as T5 rounds, by torch; fake tensors have no numbers
         far = torch.arange(near, max_distance + 1, dtype=torch.float32, device="cpu") / near
         steps = (far.log() / math.log(max_distance / near) * (share - near)).tolist()
     return (*range(near), *(min(near + int(step), share - 1) for step in steps))

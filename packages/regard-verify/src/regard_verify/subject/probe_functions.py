@@ -57,8 +57,7 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
     has.window &= not subject.conventions.block  # blocks have sizes of another kind
-    four = Sizes(1, 1, 1, 4, 4, 4, 4)
-    if has.window and (reason := _refusal(subject, four, trial, window=2)):
+    if has.window and (reason := _refusal(subject, Sizes(1, 1, 1, 4, 4, 4, 4), trial, window=2)):
         has.window = False
         subject.notes.append(f"A window is refused: {reason}.")
     form = _probe_mask(subject, _mask_names(own.mask, target), trial)
@@ -124,8 +123,7 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
 
 
 def _first_masks(required: Sequence[str]) -> list[MaskForm]:
-    """Masks to call a function with before anything is known of those that it requires: None, and
-    all keys visible in each polarity."""
+    """None, and all keys visible in each polarity: masks to call a function with at first."""
     shown = (MaskForm(""), MaskForm("", "drop"), MaskForm("", "additive", dtype="float"))
     return [MaskForm(""), *(form._replace(argument=name) for name in required for form in shown)]
 

@@ -9,12 +9,14 @@ from evicted import Loop
 from regard import (
     Attention,
     Causal,
+    DifferentialAttention,
     KVCache,
     MultiHeadLatentAttention,
     Padding,
     Prefix,
     QuantizedCache,
     Rotary,
+    SharedCache,
     SlidingWindow,
 )
 from regard.cache import load_all, save_all
@@ -25,6 +27,7 @@ from regard.sparse import (
     ExpectedAttention,
     KeyDiff,
     QuantizedEvicting,
+    QueryMoments,
     SnapKV,
     Streaming,
 )
@@ -125,6 +128,52 @@ def test_padding_takes_no_room(score):
     assert (got - want)[valid].abs().max() < 1e-12
     assert torch.equal(cache.slots, _slots(loops))
     assert int(cache.slots[1].min()) == 7, "the first real token is a sink"
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_layer_may_attend_twice_to_the_same_keys(score):
+    """As two softmaxes do: both read every row, and then the rows beyond the budget go."""
+    torch.manual_seed(3)
+    layer = DifferentialAttention(24, 4, num_kv_heads=4, rope=Rotary(6), mask=Causal()).eval()
+    x, cache = _tokens(dtype=torch.float32)[:, :15], EvictingCache(10, SCORES[score][0], 2, 3)
+    got = _run(layer, x, cache, [9, 6])
+    assert torch.equal(got, _run(layer, x, KVCache(), [9, 6]))
+    assert cache.rows == 10
+
+
+@pytest.mark.parametrize(("budget", "sinks", "recent"), [(128, 4, 120), (0.25, 2, 100)])
+def test_the_first_and_the_last_stay_however_small_the_rest_of_the_budget(budget, sinks, recent):
+    cache = EvictingCache(budget, KeyDiff(), sinks, recent)
+    _run(_layer(), _tokens(1, 210), cache, [200, *[1] * 10])
+    for slots in cache.slots[0].tolist():
+        assert {*range(sinks), *range(210 - recent, 210)} <= {*slots}
+
+
+def test_a_score_that_is_no_number_keeps_nothing_else_out():
+    class Broken(Streaming):
+        def __call__(self, rows):
+            return super().__call__(rows).masked_fill(rows.slots == 5, torch.nan)
+
+    cache = EvictingCache(10, Broken(), sinks=2, recent=3)
+    _run(_layer(), _tokens(1, 15), cache, [15])
+    assert 5 not in cache.slots[0, 0]
+
+
+def test_moments_of_any_dtype_under_any_default():
+    kinds = (torch.float32, torch.float64, torch.bfloat16)
+    moments = QueryMoments(torch.ones(HEADS, WIDTH), torch.eye(WIDTH).repeat(HEADS, 1, 1))
+    layer, slots = _layer(dtype=torch.float32), []
+    for default in kinds:
+        for dtype in kinds:
+            its = QueryMoments(moments.mean.to(dtype), moments.covariance.to(dtype))
+            cache = EvictingCache(12, ExpectedAttention(its), sinks=2, recent=3)
+            torch.set_default_dtype(default)
+            try:
+                _run(layer, _tokens(dtype=torch.float32), cache)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            slots.append(cache.slots)
+    assert all(torch.equal(each, slots[0]) for each in slots)
 
 
 def test_streaming_is_a_window_and_a_prefix():
@@ -279,6 +328,28 @@ def test_a_file_holds_all_that_the_next_step_reads(score, codes, tmp_path):
         load_all([EvictingCache(14, sinks=2, recent=3)], tmp_path / "cache", weights="these")
 
 
+def test_a_file_of_a_prompt_padded_on_the_right(tmp_path):
+    """Its last slot is padding, which was evicted first."""
+    layer, x, valid = _layer(), _tokens(1, 20), torch.arange(20)[None] < 12
+    cache, again = (EvictingCache(8, Streaming(), 1, 2) for _ in range(2))
+    _run(layer, x, cache, [20], Causal() & Padding(valid))
+    cache.save(tmp_path / "one.safetensors", weights="these")
+    again.load(tmp_path / "one.safetensors", weights="these")
+    assert torch.equal(again.slots, cache.slots)
+    assert again.length == 20
+
+
+def test_a_file_of_a_score_of_ones_own(tmp_path):
+    class Own(Streaming):
+        __repr__ = object.__repr__
+
+    caches = [EvictingCache(8, Own(), 1, 2) for _ in range(2)]
+    _run(_layer(), _tokens(1, 20), caches[0], [20])
+    caches[0].save(tmp_path / "one.safetensors", weights="these")
+    caches[1].load(tmp_path / "one.safetensors", weights="these")
+    assert torch.equal(caches[1].slots, caches[0].slots)
+
+
 def test_a_failed_call_leaves_the_cache_as_it_was():
     layer, x = _layer(), _tokens()
     cache = EvictingCache(12, SnapKV(5, 3), sinks=2, recent=3)
@@ -312,6 +383,31 @@ def test_refusals():
         cache.update(k, k)
     with pytest.raises(ValueError, match="does not have them all"), torch.no_grad():
         layer.weights(x, cache=EvictingCache(0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: EvictingCache(40, SnapKV), TypeError, "such as Streaming"),
+        (lambda: SnapKV(window=0), ValueError, "window is at least 1"),
+        (lambda: SnapKV(kernel=4), ValueError, "odd number"),
+        (lambda: ExpectedAttention(window=-1), ValueError, "window is at least 1"),
+        (lambda: ExpectedAttention(horizon=0), ValueError, "horizon is at least 1"),
+        (lambda: ExpectedAttention("x"), TypeError, "a QueryMoments"),
+        (lambda: SharedCache(EvictingCache(40)), ValueError, "does not return all"),
+        (lambda: _of_other_moments(2, WIDTH), ValueError, "4 query heads of 6 channels"),
+        (lambda: _of_other_moments(HEADS, 16), ValueError, "4 query heads of 6 channels"),
+    ],
+)
+def test_wrong_arguments_of_scores(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def _of_other_moments(heads, width):
+    moments = QueryMoments(torch.ones(heads, width), torch.zeros(heads, width, width))
+    cache = EvictingCache(8, ExpectedAttention(moments), 1, 2)
+    _run(_layer(), _tokens(1, 20), cache, [20])
 
 
 def test_explain_and_sinks_of_attention():

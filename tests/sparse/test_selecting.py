@@ -14,7 +14,7 @@ from regard import (
     Rotary,
     attend,
 )
-from regard.cache import load_all, save_all
+from regard.cache import Offload, load_all, save_all
 from regard.sparse import SelectingCache
 
 HEADS, GROUPS, WIDTH, SIZE = 4, 2, 16, 16
@@ -110,6 +110,25 @@ def test_codes(format):
     layer, x = _layer(), _x()
     got, plain = (_run(layer, x, _cache(6, each))[:, LENGTH:] for each in (format, "plain"))
     assert 0 < (got - plain).abs().median() < 0.02
+
+
+@pytest.mark.parametrize("format", ["plain", "K8V4"])
+@pytest.mark.parametrize("hot_pages", [2, 7, 12])
+def test_pages_are_read_wherever_the_pool_has_moved_them(format, hot_pages):
+    layer, x = _layer(), _x()
+    pool = PagePool(200, page_size=SIZE, format=format, offload=Offload(hot_pages))
+    cache = SelectingCache(PagedCache(pool), pages=6)
+    assert (_run(layer, x, cache) - _run(layer, x, _cache(6, format))).abs().max() < 1e-6
+    assert pool.cold_pages
+
+
+@torch.no_grad()
+def test_no_token_and_no_row():
+    layer, x, cache = _layer(), _x(), _cache(4)
+    layer(x, cache=cache)
+    assert layer(x[:, :0], cache=cache).shape == (2, 0, 32)
+    cache.reorder(torch.tensor([], dtype=torch.long))
+    assert layer(x[:0, :1], cache=cache).shape == (0, 1, 32)
 
 
 def test_latents_are_selected_in_the_absorbed_form():

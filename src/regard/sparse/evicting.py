@@ -6,6 +6,7 @@ attend by itself. So the cache knows the queries that scores read, and evaluates
 """
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -67,11 +68,12 @@ class Evicting(Contiguous, Attending):
                     f"budget={budget} leaves no room beside sinks={sinks} and recent={recent}; "
                     f"give {sinks + recent + 1} or more, or fewer of these"
                 )
-        if not isinstance(score, Score):
+        if isinstance(score, type) or not isinstance(score, Score):
             raise TypeError(f"score is one such as Streaming() or SnapKV(), got {score!r:.80}")
         super().__init__()
         self.budget, self.score, self.sinks, self.recent = budget, score, sinks, recent
         self._seen: Seen | None = None  # None: no tokens
+        self._before: Seen | None = None  # the last call's rows, before any were evicted
         self._evicted_at = 0  # tokens seen when rows were last evicted; 0: never
         self._due = False  # whether tokens were appended that no query has attended to
 
@@ -128,7 +130,7 @@ class Evicting(Contiguous, Attending):
         appended = Seen.of(new[0], self.length, self.score.sums)
         self._seen = appended if self._seen is None else self._seen.followed_by(appended)
         self._lengths = self._lengths.grown(added)
-        self._due = True
+        self._due, self._before = True, self._seen
         return (Part(stop - total, stop, tuple(x.narrow(2, 0, total) for x in self._held)),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
@@ -145,7 +147,9 @@ class Evicting(Contiguous, Attending):
     def attend(
         self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None
     ) -> Tensor:
-        """Attention of `q` to the rows, `[B, H, L, Dv]`; then rows beyond the budget are evicted.
+        """Attention of `q` to the rows, `[B, H, L, Dv]`; then rows beyond the budget are evicted. A
+        further call after the same update, as of a layer that shares the keys, attends to the same
+        rows; the score reads the queries of the first.
 
         Args:
             prepared: the call over the slots of all tokens seen, without sinks.
@@ -154,7 +158,7 @@ class Evicting(Contiguous, Attending):
             sinks: a score for each head.
 
         Raises:
-            ValueError: if the call has dropout or a score bias.
+            ValueError: if the call has dropout or a score bias, or no update came before it.
         """
         call, (part,) = prepared.call, parts
         if call.dropout or call.score_bias is not None:
@@ -163,14 +167,17 @@ class Evicting(Contiguous, Attending):
                 f"dropout={call.dropout}, score_bias={call.score_bias!r:.60}; call layer.eval(), "
                 "or use KVCache()"
             )
-        assert self._seen is not None
+        if self._before is None:
+            raise ValueError("attend() reads what update() returned; call cache.update(k, v) first")
+        slots = self._before.slots
         # a model of transformers numbers the keys that are held from 0
-        part = part._replace(kv_start=self.length - self.rows, kv_stop=self.length)
-        out = attended_rows(prepared, q, part, self._seen.slots, sinks)
-        self._observe(prepared, q, part)
-        if self.rows > self.most:
-            self._evict(prepared, part)
-        self._due = False
+        part = part._replace(kv_start=self.length - slots.shape[2], kv_stop=self.length)
+        out = attended_rows(prepared, q, part, slots, sinks)
+        if self._due:
+            self._observe(prepared, q, part)
+            if self.rows > self.most:
+                self._evict(prepared, part)
+            self._due = False
         return out
 
     def truncate(self, length: int | Tensor) -> None:
@@ -190,18 +197,19 @@ class Evicting(Contiguous, Attending):
             self._seen, self._evicted_at, self._due = None, 0, False
         elif length < self.length:
             self._seen = self._without_last(length)
-        self._lengths = lengths
+        self._lengths, self._before = lengths, None
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these batch rows, `[N]` integers, in this order."""
         check_rows(rows, self._held)
-        self._held = select_rows(self._held, rows)
+        self._held, self._before = select_rows(self._held, rows), None
         if self._seen is not None:
             self._seen = self._seen.reordered(rows)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        own = {"budget": self.budget, "score": repr(self.score)}
+        score = re.sub(" at 0x[0-9a-fA-F]+", "", repr(self.score))  # no address of an object
+        own = {"budget": self.budget, "score": score}
         return own | {"sinks": self.sinks, "recent": self.recent}
 
     def record(self) -> Record:
@@ -215,8 +223,8 @@ class Evicting(Contiguous, Attending):
             raise ValueError(f"length and evicted_at count tokens, got {length!r}, {evicted_at!r}")
         rows = check_streams(record.streams, ()) if record.streams else 0
         last = -1 if self._seen is None else int(self._seen.slots.max())
-        if rows != self.rows or last + 1 != length:
-            raise ValueError(f"{length} tokens end with slot {length - 1}, got {last}, {rows} rows")
+        if rows != self.rows or last >= length:
+            raise ValueError(f"slots of {length} tokens are below, got {last}, for {rows} rows")
         self._held = tuple(record.streams)
         self._lengths, self._evicted_at = Lengths(length, length), evicted_at
 
@@ -301,13 +309,14 @@ class Evicting(Contiguous, Attending):
         key_heads, repeats = keys.shape[1], keys.shape[1] // slots.shape[1]
         visible = self._visible(_rule_of(prepared), self.length - 1, self.length, call.num_heads)
         visible = visible[:, :, 0].unflatten(1, (key_heads, -1)).any(2)
-        queries = self._seen.last_queries(self.score.queries) if self.score.queries else None
+        none = keys.new_empty(len(keys), call.num_heads, 0, keys.shape[3])
+        queries = self._seen.last_queries(self.score.queries) if self.score.queries else none
         rows = Rows(
             keys=keys,
             values=values,
             slots=slots.repeat_interleave(repeats, 1),
             visible=visible,
-            queries=keys[:, :, :0] if queries is None else queries,
+            queries=queries,
             received=self._seen.received,
             length=self.length,
             scale=call.scale,
@@ -323,9 +332,10 @@ class Evicting(Contiguous, Attending):
         """The rows to keep, in their order."""
         first = visible & (visible.cumsum(-1) <= self.sinks)
         last = slots >= self.length - self.recent
-        score = score.masked_fill(first | last, math.inf).masked_fill(~visible, -math.inf)
+        score = score.nan_to_num(-math.inf).masked_fill(first | last, math.inf)
+        score = score.masked_fill(~visible, -math.inf)
         count = self.most + 1 - max(1, self.most // AT_ONCE)
-        return score.topk(max(1, count), -1).indices.sort(-1).values
+        return score.topk(max(self.sinks + self.recent, count), -1).indices.sort(-1).values
 
 
 class EvictingCache(Evicting):
@@ -340,7 +350,8 @@ class EvictingCache(Evicting):
     A layer attends through `attend`, and a model of transformers needs `regard.hf.install`.
 
     Args:
-        budget: rows of each key head, a whole number; or a share of the tokens seen, in (0, 1].
+        budget: rows of each key head, a whole number; or a share of the tokens seen, in (0, 1], of
+            a short text at least `sinks + recent + 1`.
         score: which tokens to keep: `ExpectedAttention()`, `SnapKV()`, `TOVA()`, `H2O()`,
             `KeyDiff()`, `Streaming()`, or a function of your own with the attributes of `Score`.
         sinks: tokens at the start of each row of the batch that are never evicted.

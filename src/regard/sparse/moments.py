@@ -44,17 +44,18 @@ class QueryMoments:
             )
 
     def ahead(self, length: int, horizon: int) -> tuple[Tensor, Tensor]:
-        """Both for rotated queries, with the rotation averaged over `horizon` positions.
+        """Both for rotated queries, with the rotation averaged over `horizon` positions; float32.
 
         Args:
             length: the first of these positions.
             horizon: their number.
         """
         positions = torch.arange(length, length + horizon, device=self.mean.device)
-        width = self.mean.shape[-1]
-        units = torch.eye(width, device=self.mean.device)[None, :, None].expand(-1, -1, horizon, -1)
+        mean, covariance = self.mean.float(), self.covariance.float()
+        units = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        units = units[None, :, None].expand(-1, -1, horizon, -1)
         mean_rotation = self.rope.rotate(units, positions).mean(2)[0]  # row i: of unit vector i
-        return self.mean @ mean_rotation, mean_rotation.mT @ self.covariance @ mean_rotation
+        return mean @ mean_rotation, mean_rotation.mT @ covariance @ mean_rotation
 
     def __repr__(self) -> str:
         return f"QueryMoments(<{list(self.mean.shape)}>, rope={self.rope!r})"

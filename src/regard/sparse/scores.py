@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from regard.cache.streams import check_whole
 from regard.sparse.moments import QueryMoments
 
 
@@ -118,6 +119,9 @@ class SnapKV:
         window: the number of queries.
         kernel: rows that are averaged, an odd number; 1 for none.
 
+    Raises:
+        ValueError: if a number is below 1, or `kernel` even.
+
     Examples:
         >>> from regard.sparse import SnapKV
         >>> SnapKV(window=16).queries
@@ -127,6 +131,12 @@ class SnapKV:
     window: int = 32
     kernel: int = 7
     sums = False
+
+    def __post_init__(self) -> None:
+        check_whole("window", self.window, least=1)
+        check_whole("kernel", self.kernel, least=1)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel is an odd number of rows, got {self.kernel}")
 
     @property
     def queries(self) -> int:
@@ -193,6 +203,11 @@ class ExpectedAttention:
         window: without `moments`, the number of queries that are read.
         horizon: with `moments`, the number of positions ahead over which rotations are averaged.
 
+    Raises:
+        TypeError: if `moments` is none.
+        ValueError: if a number is below 1, or, when tokens are evicted, `moments` is of queries of
+            another number or width than the layer's.
+
     Examples:
         >>> from regard.sparse import ExpectedAttention
         >>> ExpectedAttention(window=64).queries
@@ -204,6 +219,12 @@ class ExpectedAttention:
     horizon: int = 512
     sums = False
 
+    def __post_init__(self) -> None:
+        check_whole("window", self.window, least=1)
+        check_whole("horizon", self.horizon, least=1)
+        if not isinstance(self.moments, QueryMoments | None):
+            raise TypeError(f"moments is a QueryMoments of one layer, got {self.moments!r:.80}")
+
     @property
     def queries(self) -> int:
         """The number of queries that are read: none with `moments`."""
@@ -213,6 +234,12 @@ class ExpectedAttention:
         if self.moments is None:
             mean, covariance = _moments_of(rows.queries.float())
         else:
+            its, own = self.moments.mean.shape, rows.queries.shape
+            if its != (own[1], own[3]):
+                raise ValueError(
+                    f"the layer has {own[1]} query heads of {own[3]} channels, got moments of "
+                    f"{list(its)}; query_moments(model, ids) has one for each layer"
+                )
             mean, covariance = self.moments.ahead(rows.length, self.horizon)
         batch, heads = rows.keys.shape[:2]
         mean = mean.expand(batch, *mean.shape[-2:]).unflatten(1, (heads, -1))

@@ -5,15 +5,16 @@ so a product of a query with any key of the page is at most `sum(max(q * low, q 
 Tang et al. 2024, arXiv:2406.10774). A decoding step reads the pages of the highest bounds.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.cache import PagedCache, Part
 from regard.cache.codes import QuantizedStream
+from regard.cache.paging.pages import Slab
 from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import Streams
 from regard.cache.saving import Record
@@ -21,7 +22,7 @@ from regard.cache.stored import Stored
 from regard.cache.streams import Lengths, check_whole
 from regard.layers.attending import Attending, Keys
 from regard.layers.inputs import Arrival
-from regard.masks import EVERYTHING, Mask, Span
+from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial, merge
 from regard.ops.prepared import Prepared
@@ -31,6 +32,38 @@ from regard.sparse.slots import AtSlots
 
 LAST = 2  # pages at the end that are always read: the open one, and one full page
 FIRST = 1  # pages at the start that are always read: most heads look at the first tokens
+
+
+class Read(NamedTuple):
+    """Chosen pages that one slab stores, of key heads that are rows of a folded batch.
+
+    Attributes:
+        pages: `[B, G, n]`, their numbers.
+        streams: with a row for each key head of each row.
+        length: the tokens of the pages.
+        here: `[B x G, n]`, whether a page is in this slab; None if all are.
+    """
+
+    pages: Int[Tensor, "B G n"]
+    streams: list[PagedStream]
+    length: int
+    here: Bool[Tensor, "BG n"] | None
+
+
+class Places(NamedTuple):
+    """Where the pages of a cache lie: each in a slab, of a format or of the host's memory.
+
+    Attributes:
+        moves: how often the pool had moved pages.
+        slabs: all of them.
+        slab_of: `[B, pages]`, the index of each page's slab.
+        number: `[B, pages]`, of each page in its slab.
+    """
+
+    moves: int
+    slabs: list[Slab]
+    slab_of: Int[Tensor, "B pages"]
+    number: Int[Tensor, "B pages"]
 
 
 class SelectingCache(Stored, Attending):
@@ -82,7 +115,7 @@ class SelectingCache(Stored, Attending):
         self.selected: Int[Tensor, "B G n"] | None = None  # by the last step; None: all were read
         self._bounds: Bounds | None = None
         self._parts: tuple[Part, ...] = ()  # that `update` returned last
-        self._table: Tensor | None = None  # [B, pages], of full pages; None: to be read again
+        self._places: Places | None = None  # of the pages; None: to be read again
 
     @property
     def length(self) -> int:
@@ -157,7 +190,7 @@ class SelectingCache(Stored, Attending):
         """
         call, parts = prepared.call, tuple(parts)
         count, self.selected = self._count(), None
-        if q.shape[2] > 1 or count >= self._all_pages:
+        if q.shape[2] != 1 or not len(q) or count >= self._all_pages:
             mask, span = call.given_mask, call.given_span
             bias = call.score_bias
             whole = prepare_rows(prepared, q, parts[0], mask, span, score_bias=bias, sinks=sinks)
@@ -184,7 +217,7 @@ class SelectingCache(Stored, Attending):
         self.cache.truncate(length)
         if self._bounds is not None:
             self._bounds = self._bounds.between(0, length // self.cache.memory.page_size)
-        self._table = None
+        self._places = None
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these batch rows, `[N]` integers, in this order; repeated rows share full pages."""
@@ -192,12 +225,12 @@ class SelectingCache(Stored, Attending):
         if self._bounds is not None:
             some = rows.to(self._bounds.low.device)
             self._bounds = Bounds(*(each.index_select(0, some) for each in self._bounds))
-        self._table = None
+        self._places = None
 
     def fork(self) -> "SelectingCache":
         """A copy that goes on by itself: sealed pages and bounds are shared."""
         new = object.__new__(SelectingCache)
-        vars(new).update(vars(self), cache=self.cache.fork(), _table=None, _parts=())
+        vars(new).update(vars(self), cache=self.cache.fork(), _places=None, _parts=())
         return new
 
     __copy__ = fork
@@ -209,7 +242,7 @@ class SelectingCache(Stored, Attending):
         assert isinstance(snapshot, tuple)
         before, self._bounds, self.selected = snapshot
         self.cache.restore(before)
-        self._table = None
+        self._places = None
 
     def can_truncate(self, length: int | Tensor) -> bool:
         return not isinstance(length, Tensor) and self.cache.can_truncate(length)
@@ -248,7 +281,7 @@ class SelectingCache(Stored, Attending):
                 keys.append(part.narrow(start, end).streams[0])
         new = Bounds.of(torch.cat(keys, 2), size)
         self._bounds = new if known is None else known.followed_by(new)
-        self._table = None
+        self._places = None
 
     def _select(self, q: Tensor, count: int) -> Int[Tensor, "B G n"]:
         """The numbers of the pages that each key head reads, in ascending order: the first, the
@@ -273,10 +306,11 @@ class SelectingCache(Stored, Attending):
         if sinks is not None:
             sinks = sinks.unflatten(0, (heads, -1))
         found = []
-        for pages, streams, tail in self._read(chosen):
-            length = (pages.shape[2] - 1) * size + tail
+        for pages, streams, length, here in self._read(chosen):
             part = Part(0, length, Streams(streams))
             mask = self._mask_of(rule, pages, length, call.num_heads // heads)
+            if here is not None:
+                mask = mask & Dense(here.repeat_interleave(size, -1)[:, None, None, :length])
             span = Span(self.length - 1, self.length, 0, length)
             its = prepare_rows(prepared, folded, part, mask, span, partial=True)
             found.append(its.partial(folded, (part,)))
@@ -295,48 +329,46 @@ class SelectingCache(Stored, Attending):
         slots = (pages[..., None] * size + tokens).flatten(2)[..., :length]
         return AtSlots(rule, slots.flatten(0, 1)[:, None], group, folded=pages.shape[1])
 
-    def _read(self, chosen: Int[Tensor, "B G n"]) -> list[tuple[Tensor, list[PagedStream], int]]:
-        """The chosen pages by the slab in which they lie: their numbers, their streams with the key
-        heads folded into the batch, and the tokens of the last page."""
-        size, tables = self.cache.memory.page_size, self.cache.rows
-        rest = self.length - (len(tables[0].pages) - 1) * size
-        groups: list[tuple[Any, list[int]]] = []  # of columns
-        for column, slab in enumerate(self._slabs(chosen)):
-            if groups and groups[-1][0] is slab:
-                groups[-1][1].append(column)
-            else:
-                groups.append((slab, [column]))
-        found = []
-        for slab, columns in groups:
-            pages = chosen[:, :, columns[0] : columns[-1] + 1]
-            ends = columns[-1] == chosen.shape[2] - 1
-            tail = rest if ends else size
-            length = (len(columns) - 1) * size + tail
-            table = self._numbers(pages, slab)
+    def _read(self, chosen: Int[Tensor, "B G n"]) -> Iterator[Read]:
+        """The chosen pages, by the slabs in which they lie."""
+        size, places = self.cache.memory.page_size, self._places_of_pages()
+        slab_of, number = (
+            each[:, None].expand(*chosen.shape[:2], -1).gather(2, chosen.cpu())
+            for each in (places.slab_of, places.number)
+        )
+        first_row = torch.arange(chosen.shape[1])[:, None]  # heads of a slab follow one another
+        for index, slab in enumerate(places.slabs):
+            is_here = slab_of == index
+            columns = is_here.flatten(0, 1).any(0).nonzero().flatten().tolist()
+            if not columns:
+                continue
+            its = slice(columns[0], columns[-1] + 1)
+            pages, here, own = (x[:, :, its] for x in (chosen, is_here, number))
+            own = torch.where(here, own, own[here][0]) + first_row * slab.capacity
+            ends = its.stop == chosen.shape[2]
+            tail = self.length - (self._all_pages - 1) * size if ends else size
+            length = (pages.shape[2] - 1) * size + tail
+            table = own.flatten(0, 1).contiguous()
             streams = [
                 PagedStream(_one_head(each), table, size, 0, length, slab.read_on)
                 for each in slab.streams
             ]
-            found.append((pages, streams, tail))
-        return found
+            hidden = None if here.all() else here.flatten(0, 1).to(pages.device)
+            yield Read(pages, streams, length, hidden)
 
-    def _slabs(self, chosen: Tensor) -> list[Any]:
-        """The slab of each column of pages: the pages between the first and the last ones lie in
-        one, of codes where the pool stores such."""
-        pages = self.cache.rows[0].pages
-        middle = [pages[FIRST].slab] * (chosen.shape[2] - FIRST - LAST)
-        ends = [each.slab for each in (*pages[:FIRST], *pages[-LAST:])]
-        return [*ends[:FIRST], *middle, *ends[FIRST:]]
-
-    def _numbers(self, pages: Int[Tensor, "B G n"], slab: Any) -> Int[Tensor, "BG n"]:
-        """Numbers of pages in a slab whose heads lie one after the other, `[B G, n]`."""
-        if self._table is None or self._table.shape[1] != len(self.cache.rows[0].pages):
-            rows = [[page.index for page in table.pages] for table in self.cache.rows]
-            self._table = torch.tensor(rows, dtype=torch.int64)
-        batch, heads, _ = pages.shape
-        own = self._table.expand(batch, -1)[:, None].expand(-1, heads, -1).gather(2, pages.cpu())
-        own = own + torch.arange(heads)[:, None] * slab.capacity
-        return own.flatten(0, 1).contiguous()
+    def _places_of_pages(self) -> Places:
+        """Where the pages lie; read again if there are more, or if the pool has moved some."""
+        offloading = self.cache.memory.offloading
+        moves = 0 if offloading is None else offloading.moves
+        known = self._places
+        if known is None or known.moves != moves or known.number.shape[1] != self._all_pages:
+            tables = [table.pages for table in self.cache.rows]
+            slabs = {page.slab: None for pages in tables for page in pages}
+            of = {slab: index for index, slab in enumerate(slabs)}
+            slab_of = torch.tensor([[of[page.slab] for page in pages] for pages in tables])
+            number = torch.tensor([[page.index for page in pages] for pages in tables])
+            self._places = known = Places(moves, [*slabs], slab_of, number)
+        return known
 
     def __repr__(self) -> str:
         return f"SelectingCache({self.cache!r}, pages={self.pages})"

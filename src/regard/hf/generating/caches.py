@@ -113,8 +113,8 @@ class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if isinstance(self.cache, Attending):
             raise ValueError(
-                f"{type(self.cache).__name__} cannot return all keys, as it does not have them "
-                "here; regard.hf.install(model) lets its layers attend to such a cache"
+                f"{type(self.cache).__name__} does not have all keys here; call regard.hf.install("
+                "model); if layers run by their own forward even then, use regard.hf.cache(model)"
             )
         keys, values = concatenated(list(self.append(key_states, value_states))).streams
         return keys, values

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache, Part
 from regard.cache.stored import Stored
 from regard.heads import merge_heads
-from regard.layers.attending import Keys, attended, explain, weights
+from regard.layers.attending import Attending, Keys, attended, explain, weights
 from regard.layers.cache_use import restored_on_error
 from regard.layers.construct import (
     Norm,
@@ -55,6 +55,10 @@ class SharedCache:
     Args:
         cache: of the first layer; None for none, as in training.
 
+    Raises:
+        ValueError: if `cache` attends by itself, as an `EvictingCache` does: it does not return all
+            keys.
+
     Examples:
         >>> import torch
         >>> from regard import Attention, Causal, KVCache, Rotary, SharedCache, SharedKVAttention
@@ -70,6 +74,11 @@ class SharedCache:
     """
 
     def __init__(self, cache: Cache | None = None) -> None:
+        if isinstance(cache, Attending):
+            raise ValueError(
+                f"later layers read the keys that a cache returns, and {type(cache).__name__} does "
+                "not return all; use SharedCache(KVCache())"
+            )
         self.cache: Cache = NO_CACHE if cache is None else cache
         self.last: _Update | None = None
 

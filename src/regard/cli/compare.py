@@ -32,6 +32,7 @@ ROWS = (
     "deepseek-50-int8"
 )
 GIBIBYTE = 1 << 30
+MOST_MEMORY = 1e9  # GiB: an exbibyte
 WINDOWS = 8  # of text, of a frontier: with fewer, a bootstrap over windows has too little to draw
 NEXT = "Next: four times as many --windows halve the intervals; regard convert saves a row's model."
 
@@ -68,8 +69,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Cache, speed and perplexity of a model under each attention it can be converted to."""
-    if memory <= 0:
-        refuse("--memory", f"{memory} GiB is not above 0")
+    if not 0 < memory < MOST_MEMORY:
+        refuse("--memory", f"{memory} GiB is not above 0 and below {MOST_MEMORY:,}")
     if budget is not None and not 0 < budget < 1:
         refuse("--budget", f"{budget} is not between 0 and 1")
     frontier = frontier or budget is not None
@@ -79,6 +80,7 @@ def compare(
         refuse("--windows", f"a frontier draws its intervals from {WINDOWS} windows or more")
     start("regard.compare", threads=threads)
     from regard.compare import chosen
+    from regard.convert.texts import read_text
     from regard.page.page import check_can_write
 
     if html is not None:
@@ -86,7 +88,7 @@ def compare(
     rows = chosen(attention or ())
     texts = {
         "context": context,
-        "text": None if text is None else text.read_text(encoding="utf-8"),
+        "text": None if text is None else read_text(text),
         "name": str(text),
         "windows": windows or (WINDOWS if frontier else 1),
     }

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Device, Json, Threads, option, start, verb
+from regard.cli.options import Device, Json, Threads, option, refuse, start, verb
 from regard.cli.terminal import print_json, progress_bar, say, stdout
 from regard.names import TARGETS
 
@@ -35,7 +35,7 @@ def convert(
         None, "Text to calibrate on; texts that are installed if none."
     ),
     heal: list[Path] | None = option(None, "Text for distillation from the original model."),
-    minutes: float = option(30.0, "Time for healing.", min=0.01),
+    minutes: float | None = option(None, "Time for healing; 30 if left out.", min=0.01),
     text: list[Path] | None = option(None, "Held-out text to measure on, too."),
     low_memory: bool = option(False, "Load one layer at a time.", "--low-memory"),
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
@@ -46,6 +46,8 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a model's attention, report what that lost, and save it in a folder."""
+    if minutes is not None and not heal:
+        refuse("--minutes", "it is the time for healing; give a text to heal on, --heal FILE")
     start("regard.convert.job", threads=threads)
     import torch
 
@@ -65,7 +67,7 @@ def convert(
         calibrate=_read(calibrate),
         heal=_read(heal),
         held_out=_read(text),
-        minutes=minutes,
+        minutes=30.0 if minutes is None else minutes,
         low_memory=low_memory,
         dtype=None if dtype is None else getattr(torch, dtype),
         device=str(device_named(device)),
@@ -99,7 +101,8 @@ def show(report: "Report", out: Path, console: Console) -> None:
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
     say(console, f"{report.quality}. Saved in {out}{dtype}: {how}.")
-    say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
+    if report.before.prefill_tokens_per_second is not None:  # speeds were measured
+        say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
     console.print()
     say(console, f'Next: regard generate {quote(str(out))} --prompt "..." writes text with it.')

@@ -42,7 +42,7 @@ def load_for(
     if dtype is not None:
         chosen = getattr(torch, dtype)
     model, tokenizer = load(path, dtype=chosen, device=where)
-    return Loaded(model, tokenizer, stored, path.name)
+    return Loaded(model, tokenizer, stored, path.absolute().name)
 
 
 def device_named(name: str) -> torch.device:

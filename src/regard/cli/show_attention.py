@@ -83,11 +83,12 @@ def show_attention(
     if (text is None) == (text_file is None):
         options.refuse("--text", "give one of --text and --text-file")
     options.start("regard.see", threads=threads)
+    from regard.convert.texts import read_text
     from regard.see import attention
     from regard.see.map_picture import draw
     from regard.see.pages import head_maps
 
-    prompt = str(text) if text_file is None else text_file.read_text(encoding="utf-8")
+    prompt = str(text) if text_file is None else read_text(text_file)
     lists = (_numbers("--layers", layers), _pairs(heads), _numbers("--queries", queries))
     loaded, ids, names = _load(model, prompt)
     found = _found(names, find)

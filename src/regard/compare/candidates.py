@@ -224,9 +224,15 @@ def within(
         if share <= budget:
             found += [each for each in CANDIDATES if each.cache == format]
             continue
-        kept = int(100 * budget / share) / 100
-        if kept > 0:
+        shares = [  # layers with a window hold no more than it: they shrink less than the others
+            kept / 100
+            for kept in range(1, 100)
+            if bytes_of_caches(
+                layers, storage_in(cache), context=max(1, context * kept // 100), dtype=dtype
+            ) <= budget * plain
+        ]  # fmt: skip
+        if shares:
             scores = SCORES if not format else ("expected attention",)
-            found += [evicted(kept, score, format) for score in scores]
+            found += [evicted(shares[-1], score, format) for score in scores]
     latent = f"latent-{budget:.0%}".removesuffix("%")
     return (*found, *(each for each in CANDIDATES if each.key == latent))

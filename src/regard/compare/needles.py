@@ -93,10 +93,15 @@ def documents_of(
             for name, word in zip(names, words, strict=True)
         ]
         room = context - sum(map(len, needles))
-        if room < facts + 1 or len(rest) < room:
+        if room < facts + 1:
+            raise ValueError(
+                f"{facts} facts take {context - room} tokens, and a document has text between "
+                f"them, got context={context}; give {context - room + facts + 1} or more"
+            )
+        if len(rest) < room:
             raise ValueError(
                 f"documents of {context} tokens with {facts} facts need {room} tokens of text "
-                f"between them, got {len(rest)}; give a longer text, or another context"
+                f"between them, got {len(rest)}; give a longer text, or a shorter context"
             )
         tokens, rest = _with_needles(rest[:room], needles), rest[room:]
         questions = tuple(torch.tensor(encode(QUESTION.format(name=name))) for name in names)

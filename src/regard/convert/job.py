@@ -18,7 +18,7 @@ from regard.convert.healing.recipe import Recipe
 from regard.convert.lossy.refining import PASSES
 from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
-from regard.convert.saving import check_free, save
+from regard.convert.saving import cast, check_free, save
 from regard.convert.targets import Form, Target, target_of
 from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
 from regard.hf.families.finding import attention_modules
@@ -88,7 +88,7 @@ def run_job(
     window = next(iter(texts.measured.values()))[0]
     speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
     report = Report(
-        model=job.model.name,
+        model=job.model.absolute().name,
         was=was,
         target=target,
         stock=not has_placed_layers(made),
@@ -117,13 +117,7 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
     for name, weight in model.named_parameters():
         if weight.is_meta or weight.dtype == dtype:
             continue
-        rounded = weight.to(dtype)
-        if bool(rounded.isinf().any()):
-            raise ValueError(
-                f"{name} has a weight of {float(weight.abs().max()):.3g}, and {dtype_name(dtype)} "
-                f"ends at {torch.finfo(dtype).max:.3g}; give --dtype bfloat16 or float32"
-            )
-        weight.copy_(rounded)
+        weight.copy_(cast(name, weight, dtype))
 
 
 def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tuple[Target, str]:
@@ -225,4 +219,5 @@ def _fast_dtype(device: str) -> torch.dtype | None:
 
 def _state(job: Job) -> Path:
     """The folder of healing's state until the model is saved: the same job resumes from it."""
-    return job.out.with_name(f".{job.out.name}.healing")
+    out = job.out.absolute()
+    return out.with_name(f".{out.name}.healing")

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import torch
 
+from regard.convert.measuring import dtype_name
 from regard.hf.families.finding import attention_modules
 from regard.hf.loading.descriptions import described
 from regard.hf.loading.latent_layers import FORMAT, INDEX, MODEL_TYPE, WEIGHTS
@@ -98,7 +99,7 @@ def save(
         else:
             _write_stock(model, folder, max_shard_size)
         if dtype is not None:
-            _cast_files(folder, dtype)
+            _cast_files(folder, dtype, _tied_on_disk(model))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         for name, text in texts.items():
@@ -176,9 +177,29 @@ def _write_placed(model: Any, folder: Path, max_shard_size: str) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _cast_files(folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights in a dtype, one file at a time, and name it in the configuration: those of
-    a model that lies on disk are not in memory together."""
+def cast(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of this name in a dtype. Raises a ValueError if it is too large for the dtype."""
+    rounded = weight.to(dtype)
+    if bool(rounded.isinf().any()):
+        raise ValueError(
+            f"{name} has a weight of {float(weight.abs().max()):.3g}, and {dtype_name(dtype)} "
+            f"ends at {torch.finfo(dtype).max:.3g}; give --dtype bfloat16 or float32"
+        )
+    return rounded
+
+
+def _tied_on_disk(model: Any) -> set[str]:
+    """The weights of a model on disk that are others of its weights: transformers compares
+    addresses, of which these have none, and writes them twice."""
+    if not any(each.is_meta for each in model.parameters()):
+        return set()
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    return set(dict(tied)) if model.config.tie_word_embeddings else set()
+
+
+def _cast_files(folder: Path, dtype: torch.dtype, without: Set[str]) -> None:
+    """Write the weights in a dtype, but some, one file at a time, and name it in the configuration:
+    those of a model that lies on disk are not in memory together."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -186,15 +207,18 @@ def _cast_files(folder: Path, dtype: torch.dtype) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            keys = file.keys()
+            tensors = {key: file.get_tensor(key) for key in keys if key not in without}
         floats = {key: each for key, each in tensors.items() if each.is_floating_point()}
-        if any(each.dtype != dtype for each in floats.values()):
-            tensors |= {key: each.to(dtype) for key, each in floats.items()}
+        if len(tensors) < len(keys) or any(each.dtype != dtype for each in floats.values()):
+            tensors |= {key: cast(key, each, dtype) for key, each in floats.items()}
             save_file(tensors, path, metadata=metadata)
         saved += sum(each.numel() * each.element_size() for each in tensors.values())
     for path in folder.glob("*.index.json"):
         index = json.loads(path.read_text(encoding="utf-8"))
         index["metadata"]["total_size"] = saved
+        for key in without:
+            index["weight_map"].pop(key, None)
         path.write_text(_json(index), encoding="utf-8")
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

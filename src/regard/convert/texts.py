@@ -113,9 +113,18 @@ def read_texts(files: Iterable[Path]) -> list[str]:
     """The text of each file, with the lines of a paragraph joined.
 
     Raises:
-        FileNotFoundError, UnicodeDecodeError: as `Path.read_text` raises them.
+        FileNotFoundError: as `Path.read_text` raises it.
+        ValueError: if a file is no text in UTF-8.
     """
-    return [unwrapped(file.read_text(encoding="utf-8")) for file in files]
+    return [unwrapped(read_text(file)) for file in files]
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises a ValueError that names the file if it is no text in UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}; convert it first") from error
 
 
 def unwrapped(text: str) -> str:

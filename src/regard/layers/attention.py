@@ -90,7 +90,11 @@ class Attention(nn.Module, Settings):
     caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
     gated, reset_parameters, __repr__ = gated, reset_sinks, constructor_code
-    kind = property(kind_of_heads)
+
+    @property
+    def kind(self) -> str:
+        """`"MHA"`, `"GQA"` or `"MQA"`."""
+        return kind_of_heads(self)
 
     @records_arguments
     def __init__(

@@ -190,13 +190,13 @@ def test_our_caches_hold_the_joined_latent(name):
 @pytest.mark.parametrize("ours", [False, True])
 def test_decoding_absorbs_with_either_cache(name, ours, monkeypatch):
     model, forms = model_of(name), []
+    regard.hf.install(model)  # which tries the layers, too
     choose = regard.hf.running.latent.choose_form
     monkeypatch.setattr(
         regard.hf.running.latent,
         "choose_form",
         lambda *a: forms.append(choose(*a).name) or choose(*a),
     )
-    regard.hf.install(model)
     options = {"past_key_values": regard.hf.cache(model)} if ours else {}
     write(model, prompt(name), max_new_tokens=3, **options)
     layers = model.config.num_hidden_layers

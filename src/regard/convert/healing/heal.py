@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.cache.paging.contexts import tensor_digest
+from regard.cache.paging.contexts import fingerprint, tensor_digest
 from regard.convert.healing.environment import fast_attention, only_training, others_in
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
 from regard.convert.healing.state import Record, load_record, load_state, save_state
@@ -107,7 +107,7 @@ def heal(
     trained = trained_parameters(student, students, recipe.train)
     _check_trained(trained, teacher)
     loss = Distillation(student, teacher)
-    task = _task(recipe, budget, tokens, trained)
+    task = _task(recipe, budget, tokens, trained, teacher)
     state = None if state is None else Path(state)
     record = Record(task) if state is None else load_record(state, task)
     dtype = recipe.autocast
@@ -337,11 +337,16 @@ def _check_trained(trained: dict[str, nn.Parameter], teacher: nn.Module) -> None
 
 
 def _task(
-    recipe: Recipe, budget: Budget, tokens: Tensor, trained: dict[str, nn.Parameter]
+    recipe: Recipe,
+    budget: Budget,
+    tokens: Tensor,
+    trained: dict[str, nn.Parameter],
+    teacher: nn.Module,
 ) -> dict[str, Any]:
     """All that must be equal for a run to resume another, as data that JSON holds."""
     shapes = {name: list(each.shape) for name, each in trained.items()}
     values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(recipe).items()}
     values["autocast"] = None if recipe.autocast is None else str(recipe.autocast)
     digest = tensor_digest("tokens", tokens.to(torch.int64)).hex()
-    return {**values, **asdict(budget), "tokens": digest, "trained": shapes}
+    own = {"tokens": digest, "trained": shapes, "teacher": fingerprint(teacher)}
+    return {**values, **asdict(budget), **own}

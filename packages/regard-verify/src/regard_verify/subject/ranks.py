@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -56,7 +57,8 @@ class OnRanks:
             self._start()
         parts = (x.detach().tensor_split(self.ranks, self.axis) for x in given)
         for pipe, mine in zip(self.pipes, zip(*parts, strict=True), strict=True):
-            pipe.send_bytes(pickle.dumps(([x.clone() for x in mine], options)))
+            with suppress(BrokenPipeError):  # of a rank that has ended, which its answer tells
+                pipe.send_bytes(pickle.dumps(([x.clone() for x in mine], options)))
         outs: dict[int, Tensor] = {}
         while len(outs) < self.ranks:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in outs]
@@ -70,13 +72,12 @@ class OnRanks:
 
     def _answer(self, pipe: Connection) -> Tensor:
         """The output that a rank sends."""
-        rank = self.pipes.index(pipe)
         try:
             out, text, line = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionError):
             out, text, line = None, "it ended the process", ""
         if not isinstance(out, Tensor):
-            self._fail(f"on rank {rank} {text}", line)
+            self._fail(f"on rank {self.pipes.index(pipe)} {text}", line)
         return out
 
     def _fail(self, text: str, line: str = "") -> NoReturn:
@@ -85,20 +86,25 @@ class OnRanks:
             pipe.close()
             process.kill()
         self.pipes, self.processes = [], []
-        error = SubjectError(text)
-        error.line = line
+        (error := SubjectError(text)).line = line
         raise error from RuntimeError(text)
 
     def _start(self) -> None:
         """Fork the ranks: functions of files that were run cannot be sent to a new process."""
         context = multiprocessing.get_context("fork")
-        folder = tempfile.mkdtemp(prefix="regard-verify-")
+        folder = Path(tempfile.mkdtemp(prefix="regard-verify-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        store = Path(folder, "store")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            arguments = (self.function, rank, self.ranks, store, theirs, list(self.pipes))
+            arguments = (
+                self.function,
+                rank,
+                self.ranks,
+                folder / "store",
+                theirs,
+                list(self.pipes),
+            )
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             theirs.close()

@@ -1,6 +1,7 @@
 """The frontier: losses are the model's, intervals a bootstrap, bytes those of the cache."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from regard.compare.frontiers import DECODED, bootstrap
 from regard.compare.needles import answered
 from regard.compare.runner import Runner
 from regard.hf import attention_modules, attention_of
+from regard.plan import LayerShape
 from regard.plan.modules import shape_of
 from regard.see.pages.curves import write_result
 from regard.sparse import EvictingCache, ExpectedAttention
@@ -143,6 +145,18 @@ def test_a_budget_has_rows_that_fit_it(model, texts):
         frontier(model, Texts(texts.windows[:, :50], texts.calibration, ""))
 
 
+def test_a_layer_with_a_window_shrinks_less_than_the_others():
+    """It keeps its 32 tokens, so the other layer keeps 9 % of 3,200, not 10."""
+    whole = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+    rows = within(0.1, [whole, replace(whole, window=32)], context=3200, dtype="bfloat16")
+    assert "{kind}, evicted to 9 %" in [row.name for row in rows]
+    alone = within(0.1, [whole], context=3200, dtype="bfloat16")
+    assert "{kind}, evicted to 10 %" in [row.name for row in alone]
+    assert not any(
+        "evicted" in row.name for row in within(0.1, [whole], context=90, dtype="bfloat16")
+    )
+
+
 def _letters(text, **options):
     return {"input_ids": [ord(each) for each in text]}
 
@@ -162,6 +176,8 @@ def test_documents_hold_their_facts():
     assert all(a.tokens.equal(b.tokens) for a, b in zip(documents, again, strict=True))
     with pytest.raises(ValueError, match="give a longer text"):
         documents_of(_letters, "short", context=900)
+    with pytest.raises(ValueError, match=r"got context=64; give \d+ or more"):
+        documents_of(_letters, "filler. " * 4000, context=64)
 
 
 @torch.no_grad()
@@ -223,7 +239,13 @@ def test_the_command_prints_a_table_and_a_page(model, texts, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     "given",
-    [["--budget", "1.5"], ["--frontier", "--attention", "int8"], ["--frontier", "--windows", "7"]],
+    [
+        ["--budget", "1.5"],
+        ["--memory", "inf"],
+        ["--memory", "1e300"],
+        ["--frontier", "--attention", "int8"],
+        ["--frontier", "--windows", "7"],
+    ],
 )
 def test_options_that_do_not_fit_are_refused(given, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["regard", "compare", "somewhere", *given])

@@ -40,6 +40,25 @@ def test_an_offloaded_model_is_converted_and_saved(folder, to):
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_tied_weights_on_disk_are_written_once_and_too_large_ones_not_at_all(tmp_path):
+    model = tiny("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.model.embed_tokens.weight[0, 0] = 1e5
+    model.save_pretrained(tmp_path / "model")
+    there, _ = load(tmp_path / "model", low_memory=True)
+    out = save(there, None, tmp_path / "out", dtype=torch.float32)
+    assert b"lm_head" not in (out / "model.safetensors").read_bytes()
+    made, _ = load(out)
+    torch.testing.assert_close(made(tokens(2, 20)).logits, model(tokens(2, 20)).logits)
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight has a weight of 1e\+05, and float16"
+    ):
+        save(there, None, tmp_path / "half", dtype=torch.float16)
+    assert not (tmp_path / "half").exists()
+
+
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 @torch.no_grad()
 def test_fetched_weights_are_those_that_were_written(folder):

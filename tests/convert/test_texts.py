@@ -3,7 +3,7 @@
 import pytest
 
 from regard.convert import windows_of
-from regard.convert.texts import calibration, many_kinds, python_texts, unwrapped
+from regard.convert.texts import calibration, many_kinds, python_texts, read_texts, unwrapped
 from tiny import VOCABULARY
 
 
@@ -37,6 +37,13 @@ def test_the_first_part_of_many_kinds_has_most_kinds_and_its_passages_are_short(
     programs = ("#include", "function", "public class", "#!/bin/sh", "pub fn", "CREATE TABLE")
     assert all(word in first for word in (*prose, *programs, "<html", '{"name": '))
     assert max(map(len, text.split("\n\n"))) < 400
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "latin.txt"
+    file.write_bytes("été".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is no text in UTF-8"):
+        read_texts([file])
 
 
 def test_windows_of_texts():

@@ -64,6 +64,15 @@ def test_attend_is_the_definition_within_the_contract(batch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_beside_sinks_are_rounded_once(backend):
+    """A call of float16 whose largest output lies just above a power of two."""
+    case = draw_case(195_038)
+    out = attempt(case, backend)
+    if out is not None:
+        compare(out, case, what=f"attend {backend}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_backend_takes_its_share_of_plain_calls(backend, dtype):
     """A backend that objected to everything would pass every comparison."""

@@ -103,7 +103,7 @@ WINDOWED = ("window", "everything", "MLA window")
 
 CACHES: dict[str, Callable[[], object]] = {
     "growing": KVCache,
-    "static": lambda: StaticCache(40),
+    "static": lambda: StaticCache(128),
     "sliding": lambda: SlidingCache(3),
     "int8": lambda: QuantizedCache(bits=8, group=4),
     "int4": lambda: QuantizedCache(bits=4, group=4),

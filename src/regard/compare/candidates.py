@@ -18,6 +18,7 @@ from regard.layers.attention import Attention
 from regard.names import FORMATS
 from regard.plan.shapes import LayerShape
 from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, SnapKV, Streaming
+from regard.sparse.evicting import RECENT, SINKS
 from regard.sparse.scores import Score
 from regard.words import one_of
 
@@ -224,13 +225,14 @@ def within(
         if share <= budget:
             found += [each for each in CANDIDATES if each.cache == format]
             continue
-        shares = [  # layers with a window hold no more than it: they shrink less than the others
-            kept / 100
-            for kept in range(1, 100)
-            if bytes_of_caches(
-                layers, storage_in(cache), context=max(1, context * kept // 100), dtype=dtype
-            ) <= budget * plain
-        ]  # fmt: skip
+        # layers with a window hold no more than it, so their bytes shrink less than others'
+        fewest, fitting = SINKS + RECENT + 1, budget * plain
+        held = {kept / 100: max(fewest, context * kept // 100) for kept in range(1, 100)}
+        shares = [
+            kept
+            for kept, tokens in held.items()
+            if bytes_of_caches(layers, storage_in(cache), context=tokens, dtype=dtype) <= fitting
+        ]
         if shares:
             scores = SCORES if not format else ("expected attention",)
             found += [evicted(shares[-1], score, format) for score in scores]

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.constants import accumulating_dtype
-from regard.heads import fold_heads
+from regard.heads import fold_heads, group_heads, ungroup_heads
 from regard.ops.call import Call, hides_nothing, is_everything
 
 
@@ -19,8 +19,20 @@ def scores(
 ) -> Float[Tensor, "B H L S"]:
     """`softcap(scale * q.k) + score_bias`, hidden ones -inf, in float32 or float64."""
     dtype = accumulating_dtype(call.dtype)
-    rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
-    return scores_of(call, (rows @ k.to(dtype).mT).reshape(*q.shape[:3], k.shape[2]))
+    return scores_of(call, products_of_heads(q.to(dtype) * call.scale, k.to(dtype).mT))
+
+
+def products_of_heads(
+    x: Float[Tensor, "B H L X"], y: Float[Tensor, "B G X Y"]
+) -> Float[Tensor, "B H L Y"]:
+    """Of the rows of query heads with the matrix of their key head, which is not copied for each.
+
+    In a graph it may be: rows of several heads, as one matrix, have strides that fix the length.
+    """
+    groups = y.shape[1]
+    if torch.compiler.is_compiling():
+        return ungroup_heads(group_heads(x, groups) @ y.unsqueeze(2))
+    return (fold_heads(x, groups) @ y).reshape(*x.shape[:3], y.shape[3])
 
 
 def scores_of(call: Call, raw: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:

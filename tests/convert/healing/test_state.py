@@ -1,8 +1,10 @@
 """A healing that was interrupted resumes from its state, and only from its own."""
 
+import copy
 import json
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -73,6 +75,11 @@ def test_another_task_does_not_resume_from_a_state(tmp_path):
     other = Recipe(**{**vars(QUICK), "lr": 1.0})
     with pytest.raises(ValueError, match=r"healing with lr=0\.002, this one has 1\.0"):
         heal(student, teacher, WINDOWS, steps=1, recipe=other, state=tmp_path)
+    changed = copy.deepcopy(teacher)
+    with torch.no_grad():
+        changed.get_input_embeddings().weight.add_(1)
+    with pytest.raises(ValueError, match="holds a healing with teacher="):
+        heal(student, changed, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
     with pytest.raises(ValueError, match="holds a healing with tokens="):
         heal(student, teacher, WINDOWS[:4], steps=1, recipe=QUICK, state=tmp_path)
     save_file({}, tmp_path / "healing.safetensors", metadata={"record": "{}"})

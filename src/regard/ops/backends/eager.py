@@ -4,10 +4,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.heads import fold_heads
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
-from regard.ops.definition import log_sum_exp, scores, softmax
+from regard.ops.definition import log_sum_exp, products_of_heads, scores, softmax
 from regard.ops.estimates import unfused
 from regard.ops.partial import Partial
 from regard.rates import SPEED
@@ -45,7 +44,7 @@ def run(
     weights = softmax(call, scores(call, q, k))
     if call.dropout:
         weights = F.dropout(weights, call.dropout)
-    return _read(call, weights, v).to(call.dtype)
+    return products_of_heads(weights, v.to(weights.dtype)).to(call.dtype)
 
 
 def partial(
@@ -56,9 +55,5 @@ def partial(
 ) -> Partial:
     k, v = without_hidden(call, k, v)
     found = scores(call, q, k)
-    return Partial(_read(call, softmax(call, found), v), log_sum_exp(found))
-
-
-def _read(call: Call, weights: Tensor, v: Tensor) -> Tensor:
-    rows = fold_heads(weights, call.num_kv_heads)
-    return (rows @ v.to(weights.dtype)).reshape(*weights.shape[:3], v.shape[3])
+    out = products_of_heads(softmax(call, found), v.to(found.dtype))
+    return Partial(out, log_sum_exp(found))

@@ -172,7 +172,8 @@ def _fused(call: Call) -> bool:
         return False
     if call.dtype.itemsize < 4:
         raises = NO_BFLOAT16 and call.dtype == torch.bfloat16
-        return call.group * call.num_queries > 1 and not raises
+        once = call.sinks is None  # its output is rounded, and would be again after the sinks
+        return once and call.group * call.num_queries > 1 and not raises
     return call.batch * call.num_kv_heads == 1
 
 

@@ -92,19 +92,12 @@ class OnRanks:
     def _start(self) -> None:
         """Fork the ranks: functions of files that were run cannot be sent to a new process."""
         context = multiprocessing.get_context("fork")
-        folder = Path(tempfile.mkdtemp(prefix="regard-verify-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        store = Path(tempfile.mkdtemp(prefix="regard-verify-"), "store")
+        weakref.finalize(self, shutil.rmtree, store.parent, ignore_errors=True)
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            arguments = (
-                self.function,
-                rank,
-                self.ranks,
-                folder / "store",
-                theirs,
-                list(self.pipes),
-            )
+            arguments = (self.function, rank, self.ranks, store, theirs, list(self.pipes))
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             theirs.close()

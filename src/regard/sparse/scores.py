@@ -234,12 +234,7 @@ class ExpectedAttention:
         if self.moments is None:
             mean, covariance = _moments_of(rows.queries.float())
         else:
-            its, own = self.moments.mean.shape, rows.queries.shape
-            if its != (own[1], own[3]):
-                raise ValueError(
-                    f"the layer has {own[1]} query heads of {own[3]} channels, got moments of "
-                    f"{list(its)}; query_moments(model, ids) has one for each layer"
-                )
+            self._check_moments(self.moments, rows)
             mean, covariance = self.moments.ahead(rows.length, self.horizon)
         batch, heads = rows.keys.shape[:2]
         mean = mean.expand(batch, *mean.shape[-2:]).unflatten(1, (heads, -1))
@@ -253,6 +248,20 @@ class ExpectedAttention:
             expected = (linear + square / 2).masked_fill(hidden[:, head, None], -math.inf)
             scores.append(expected.softmax(-1).nan_to_num(0.0).mean(1))
         return torch.stack(scores, 1) * rows.values.float().norm(dim=-1)
+
+    @staticmethod
+    def _check_moments(moments: QueryMoments, rows: Rows) -> None:
+        """Raise unless they are of a layer with these rows; without queries there may be none."""
+        heads, width = moments.mean.shape
+        key_heads, query_heads = rows.keys.shape[1], rows.queries.shape[1]
+        known = (
+            (query_heads,) if query_heads != key_heads else range(key_heads, heads + 1, key_heads)
+        )
+        if width != rows.keys.shape[3] or heads not in known:
+            raise ValueError(
+                f"the layer has {query_heads} query heads of {rows.keys.shape[3]} channels, got "
+                f"moments of [{heads}, {width}]; query_moments(model, ids) has one for each layer"
+            )
 
     def __repr__(self) -> str:
         if self.moments is None:

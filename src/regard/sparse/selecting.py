@@ -336,7 +336,7 @@ class SelectingCache(Stored, Attending):
             each[:, None].expand(*chosen.shape[:2], -1).gather(2, chosen.cpu())
             for each in (places.slab_of, places.number)
         )
-        first_row = torch.arange(chosen.shape[1])[:, None]  # heads of a slab follow one another
+        head = torch.arange(chosen.shape[1], device="cpu")[:, None]  # one lies after the other
         for index, slab in enumerate(places.slabs):
             is_here = slab_of == index
             columns = is_here.flatten(0, 1).any(0).nonzero().flatten().tolist()
@@ -344,7 +344,7 @@ class SelectingCache(Stored, Attending):
                 continue
             its = slice(columns[0], columns[-1] + 1)
             pages, here, own = (x[:, :, its] for x in (chosen, is_here, number))
-            own = torch.where(here, own, own[here][0]) + first_row * slab.capacity
+            own = torch.where(here, own, own[here][0]) + head * slab.capacity
             ends = its.stop == chosen.shape[2]
             tail = self.length - (self._all_pages - 1) * size if ends else size
             length = (pages.shape[2] - 1) * size + tail
@@ -365,8 +365,8 @@ class SelectingCache(Stored, Attending):
             tables = [table.pages for table in self.cache.rows]
             slabs = {page.slab: None for pages in tables for page in pages}
             of = {slab: index for index, slab in enumerate(slabs)}
-            slab_of = torch.tensor([[of[page.slab] for page in pages] for pages in tables])
-            number = torch.tensor([[page.index for page in pages] for pages in tables])
+            found = [[(of[page.slab], page.index) for page in pages] for pages in tables]
+            slab_of, number = torch.tensor(found, device="cpu").unbind(-1)
             self._places = known = Places(moves, [*slabs], slab_of, number)
         return known
 

@@ -23,6 +23,7 @@ from regard.cache.streams import Lengths, check_whole
 from regard.layers.attending import Attending, Keys
 from regard.layers.inputs import Arrival
 from regard.masks import EVERYTHING, Dense, Mask, Span
+from regard.masks.runs import true_runs
 from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial, merge
 from regard.ops.prepared import Prepared
@@ -339,30 +340,27 @@ class SelectingCache(Stored, Attending):
         head = torch.arange(chosen.shape[1], device="cpu")[:, None]  # one lies after the other
         for index, slab in enumerate(places.slabs):
             is_here = slab_of == index
-            columns = is_here.flatten(0, 1).any(0).nonzero().flatten().tolist()
-            if not columns:
-                continue
-            its = slice(columns[0], columns[-1] + 1)
-            pages, here, own = (x[:, :, its] for x in (chosen, is_here, number))
-            own = torch.where(here, own, own[here][0]) + head * slab.capacity
-            ends = its.stop == chosen.shape[2]
-            tail = self.length - (self._all_pages - 1) * size if ends else size
-            length = (pages.shape[2] - 1) * size + tail
-            table = own.flatten(0, 1).contiguous()
-            streams = [
-                PagedStream(_one_head(each), table, size, 0, length, slab.read_on)
-                for each in slab.streams
-            ]
-            hidden = None if here.all() else here.flatten(0, 1).to(pages.device)
-            yield Read(pages, streams, length, hidden)
+            for start, stop in true_runs(is_here.flatten(0, 1).any(0)):
+                pages, here, own = (x[:, :, start:stop] for x in (chosen, is_here, number))
+                own = torch.where(here, own, own[here][0]) + head * slab.capacity
+                ends = stop == chosen.shape[2]
+                tail = self.length - (self._all_pages - 1) * size if ends else size
+                length = (pages.shape[2] - 1) * size + tail
+                table = own.flatten(0, 1).contiguous()
+                streams = [
+                    PagedStream(_one_head(each), table, size, 0, length, slab.read_on)
+                    for each in slab.streams
+                ]
+                hidden = None if here.all() else here.flatten(0, 1).to(pages.device)
+                yield Read(pages, streams, length, hidden)
 
     def _places_of_pages(self) -> Places:
         """Where the pages lie; read again if there are more, or if the pool has moved some."""
         offloading = self.cache.memory.offloading
         moves = 0 if offloading is None else offloading.moves
         known = self._places
-        if known is None or known.moves != moves or known.number.shape[1] != self._all_pages:
-            tables = [table.pages for table in self.cache.rows]
+        tables = [table.pages for table in self.cache.rows]
+        if known is None or known.moves != moves or known.number.shape[1] != len(tables[0]):
             slabs = {page.slab: None for pages in tables for page in pages}
             of = {slab: index for index, slab in enumerate(slabs)}
             found = [[(of[page.slab], page.index) for page in pages] for pages in tables]

@@ -180,7 +180,7 @@ def _write_placed(model: Any, folder: Path, max_shard_size: str) -> None:
 def cast(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight of this name in a dtype. Raises a ValueError if it is too large for the dtype."""
     rounded = weight.to(dtype)
-    if bool(rounded.isinf().any()):
+    if bool((rounded.isinf() & weight.isfinite()).any()):
         raise ValueError(
             f"{name} has a weight of {float(weight.abs().max()):.3g}, and {dtype_name(dtype)} "
             f"ends at {torch.finfo(dtype).max:.3g}; give --dtype bfloat16 or float32"

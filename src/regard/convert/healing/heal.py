@@ -107,8 +107,8 @@ def heal(
     trained = trained_parameters(student, students, recipe.train)
     _check_trained(trained, teacher)
     loss = Distillation(student, teacher)
-    task = _task(recipe, budget, tokens, trained, teacher)
     state = None if state is None else Path(state)
+    task = {} if state is None else _task(recipe, budget, tokens, trained, teacher)
     record = Record(task) if state is None else load_record(state, task)
     dtype = recipe.autocast
     with only_training(student, teacher, trained), others_in(dtype, student, trained):

@@ -11,34 +11,20 @@ from torch import Tensor
 Leaves = dict[str, Tensor]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keep: Tensor,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """q `[B, H, L, D]`, k `[B, G, S, D]`, v `[B, G, S, Dv]`; a fully masked row is zero."""
+def attention(q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor, **options: object) -> Tensor:
+    """q `[B, H, L, D]`, k `[B, G, S, D]`, v `[B, G, S, Dv]`; a fully masked row is zero.
+
+    `options` are those of `weights`.
+    """
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return weights(q, k, keep=keep, scale=scale, softcap=softcap, bias=bias, sinks=sinks) @ v
+    return weights(q, k, keep=keep, **options) @ v
 
 
 def weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    keep: Tensor,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, *, keep: Tensor, sinks: Tensor | None = None, **options: object
 ) -> Tensor:
-    """The softmax over visible keys and the sink, `[B, H, L, S]`."""
-    scores = masked_scores(q, k, keep=keep, scale=scale, softcap=softcap, bias=bias)
+    """The softmax over visible keys and the sink, `[B, H, L, S]`; `options` of `masked_scores`."""
+    scores = masked_scores(q, k, keep=keep, **options)
     seen = keep.any(-1, keepdim=True)
     if sinks is None:
         return scores.softmax(-1) * seen

@@ -16,6 +16,7 @@ from regard.cli.options import (
     Json,
     OptionalModel,
     Threads,
+    check_memory,
     option,
     refuse,
     start,
@@ -32,7 +33,6 @@ ROWS = (
     "deepseek-50-int8"
 )
 GIBIBYTE = 1 << 30
-MOST_MEMORY = 1e9  # GiB: an exbibyte
 WINDOWS = 8  # of text, of a frontier: with fewer, a bootstrap over windows has too little to draw
 NEXT = "Next: four times as many --windows halve the intervals; regard convert saves a row's model."
 
@@ -69,8 +69,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Cache, speed and perplexity of a model under each attention it can be converted to."""
-    if not 0 < memory < MOST_MEMORY:
-        refuse("--memory", f"{memory} GiB is not above 0 and below {MOST_MEMORY:,}")
+    check_memory(memory)
     if budget is not None and not 0 < budget < 1:
         refuse("--budget", f"{budget} is not between 0 and 1")
     frontier = frontier or budget is not None

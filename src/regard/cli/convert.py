@@ -94,7 +94,9 @@ def _read(files: Sequence[Path] | None) -> dict[str, str]:
 
 def show(report: "Report", out: Path, console: Console) -> None:
     """Print the measurements before and after, as wide as the console."""
-    say(console, f"{report.model}: {report.was}, now {_named(report)}", bold=report.model)
+    target = report.target  # by the name that `regard compare` has for it
+    now = str(target) if target.kind == "heads" else f"a {target.name} ({target})"
+    say(console, f"{report.model}: {report.was}, now {now}", bold=report.model)
     console.print()
     tabulate(console, COLUMNS, report.table())
     dtype = f", in {report.dtype}" if report.dtype else ""
@@ -106,12 +108,6 @@ def show(report: "Report", out: Path, console: Console) -> None:
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
     console.print()
     say(console, f'Next: regard generate {quote(str(out))} --prompt "..." writes text with it.')
-
-
-def _named(report: "Report") -> str:
-    """The new attention, by the name that `regard compare` has for it."""
-    target = report.target
-    return str(target) if target.kind == "heads" else f"a {target.name} ({target})"
 
 
 def _ran(measured: "Measured") -> str:

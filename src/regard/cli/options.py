@@ -13,6 +13,7 @@ import typer
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
+MOST_MEMORY = 10**9  # GiB; a larger number is taken for an error
 
 
 def option(default: Any, text: str, *names: str, **settings: Any) -> Any:
@@ -143,6 +144,12 @@ def start(module: str, *, threads: int | None = None, timed: bool = False) -> No
 def refuse(option: str, reason: str) -> NoReturn:
     """Raise the error of an option: a sentence, and exit code 2."""
     raise typer.BadParameter(reason, param_hint=option)
+
+
+def check_memory(memory: float) -> None:
+    """Refuse a number of GiB that cannot be meant."""
+    if not 0 < memory <= MOST_MEMORY:
+        refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
 
 
 def check_source(model: Path | None, sizes: Mapping[str, Any], *needed: str) -> None:

@@ -22,7 +22,6 @@ SIZES = (
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "window"),
 )
 GIBIBYTE = 1 << 30
-MOST_MEMORY = 10**9  # GiB; a larger number is taken for an error
 SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
 MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
@@ -69,8 +68,7 @@ def plan(
     """Costs of each attention that a model could have: cache, time, and the context that fits."""
     sizes = {name: value for name, value in locals().items() if name in SIZES and value is not None}
     options.check_source(model, sizes, "num_heads", "hidden_size")
-    if not 0 < memory <= MOST_MEMORY:
-        options.refuse("--memory", f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}")
+    options.check_memory(memory)
     options.start("regard.plan.planning")
     from regard.plan.planning import plan as plan_model
 

@@ -1,5 +1,7 @@
 """The job of `regard convert`: what cannot be converted is refused before weights are read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -9,6 +11,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFas
 
 import regard.hf
 from covering import covering
+from regard.cli.app import run
 from regard.convert import job as jobs
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import PREFILLS, STEPS
@@ -202,6 +205,30 @@ def test_a_checkpoint_keeps_its_dtype(to, low_memory, tmp_path):
     assert stored_dtype(tmp_path / "wide") == torch.float32
     share = report.after.cache_bytes_per_token / report.before.cache_bytes_per_token
     assert share == (0.5 if to == "mla" else 1.0)
+
+
+def test_folders_that_are_named_by_a_point(tmp_path, monkeypatch):
+    """The model where the command runs, then the empty folder that is to be filled."""
+    torch.manual_seed(0)
+    model, out = tmp_path / "model", tmp_path / "out"
+    tiny("llama").save_pretrained(model)
+    words().save_pretrained(model)
+    text = " ".join(f"w{index}" for index in torch.randint(1, VOCABULARY, (600,)).tolist())
+    texts = {"calibrate": {"words": text}, "held_out": {"words": text}, "low_memory": True}
+    out.mkdir()
+    monkeypatch.chdir(out)
+    run_job(Job(model, "mha", Path(), **texts))
+    assert (out / "config.json").exists()
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "out"}
+    monkeypatch.chdir(model)
+    assert run_job(Job(Path(), "mha", tmp_path / "other", **texts)).model == "model"
+
+
+def test_time_for_healing_without_healing_is_refused(monkeypatch, capsys):
+    given = ["somewhere", "--to", "mha", "--out", "elsewhere", "--minutes", "3"]
+    monkeypatch.setattr("sys.argv", ["regard", "convert", *given])
+    assert run() == 2
+    assert "--minutes" in capsys.readouterr().err
 
 
 def test_weights_that_a_dtype_cannot_hold_are_refused():

@@ -66,7 +66,8 @@ def run_job(
     is not a sound checkpoint, and a ValueError if it cannot be converted to that.
     """
     started = time.perf_counter()
-    check_free(job.out)
+    # absolute: "." has no name, and an empty folder that is filled is another folder afterwards
+    job = replace(job, model=job.model.absolute(), out=check_free(job.out))
     progress("reading the configuration", 0, 0)
     stored = stored_dtype(job.model)
     dtype = job.dtype or stored
@@ -88,7 +89,7 @@ def run_job(
     window = next(iter(texts.measured.values()))[0]
     speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
     report = Report(
-        model=job.model.absolute().name,
+        model=job.model.name,
         was=was,
         target=target,
         stock=not has_placed_layers(made),
@@ -219,5 +220,4 @@ def _fast_dtype(device: str) -> torch.dtype | None:
 
 def _state(job: Job) -> Path:
     """The folder of healing's state until the model is saved: the same job resumes from it."""
-    out = job.out.absolute()
-    return out.with_name(f".{out.name}.healing")
+    return job.out.with_name(f".{job.out.name}.healing")

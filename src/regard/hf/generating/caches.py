@@ -113,8 +113,8 @@ class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if isinstance(self.cache, Attending):
             raise ValueError(
-                f"{type(self.cache).__name__} has not all keys here; regard.hf.install(model) lets "
-                "layers attend; if they run by their own forward then, use regard.hf.cache(model)"
+                f"{type(self.cache).__name__} does not return all keys; regard.hf.install(model) "
+                "lets layers read it, but for those run by their own forward: use hf.cache(model)"
             )
         keys, values = concatenated(list(self.append(key_states, value_states))).streams
         return keys, values

@@ -55,6 +55,16 @@ def test_rows_of_a_padded_batch_write_what_they_write_alone(name, score):
         assert text[0, -STEPS:].equal(together[row, -STEPS:])
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@torch.no_grad()
+def test_layers_that_share_keys_attend_to_all_before_any_are_evicted(name):
+    model, ids = _model(name), tokens(2, 14)
+    cache = regard.hf.cache(model, "evicting", budget=9, sinks=2, recent=3)
+    got = [model(some, past_key_values=cache).logits for some in ids.split([8, 6], 1)]
+    assert (torch.cat(got, 1) - model(ids, use_cache=False).logits).abs().max() < 5e-5
+    assert [each.rows for each in cache.caches if isinstance(each, EvictingCache)] == [9]
+
+
 def test_beams_and_chunks_of_a_prompt():
     model = _model("llama")
     ids = tokens(2, 17)

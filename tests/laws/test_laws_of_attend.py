@@ -4,6 +4,7 @@ Calls are random, of every backend; float64 where rounding is not the point.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,18 @@ from layers import (
     make,
     run_in_pieces,
 )
-from regard import NO_CACHE, Causal, KVCache, Partial, Span, Where, attend, merge
+from regard import (
+    NO_CACHE,
+    Causal,
+    KVCache,
+    Padding,
+    Partial,
+    SlidingWindow,
+    Span,
+    Where,
+    attend,
+    merge,
+)
 
 SEEDS = st.integers(0, 10**9)
 TOKENS = 11
@@ -219,6 +231,35 @@ def test_non_finite_content_hidden_from_all_queries_never_changes_a_bit(backend,
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), case
 
     law()
+
+
+@pytest.mark.parametrize("junk", [torch.nan, 3e38], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hidden_content_changes_no_bit_where_keys_begin_anywhere_in_memory(backend, junk):
+    """A window reads some of the stored keys: their rows are no multiple of the processor's vectors
+    apart. A copy of them in other memory would be multiplied in another order."""
+    for shape in [(9, 5, 3, 5, 2), (4, 9, 2, 5, 5), (3, 5, 3, 5, 2)]:
+        num_heads, num_keys, num_kv_heads, head_dim, v_head_dim = shape
+        q = torch.randn(1, num_heads, 1, head_dim)
+        k = torch.randn(1, num_kv_heads, num_keys, head_dim)
+        v = torch.randn(1, num_kv_heads, num_keys, v_head_dim)
+        valid = torch.arange(num_keys) != num_keys - 2
+        attended = partial(
+            attend,
+            mask=Padding(valid[None]) & Causal() & SlidingWindow(4),
+            span=Span(num_keys - 1, num_keys, 0, num_keys),
+            backend=backend,
+        )
+        hidden = ~valid[:, None]
+        try:
+            plain = attended(q, k, v)
+        except ValueError as error:
+            if not is_objection(error, backend):
+                raise
+            continue
+        assert torch.equal(
+            attended(q, k.masked_fill(hidden, junk), v.masked_fill(hidden, junk)), plain
+        )
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Causal, Padding, prepare
+from regard import Causal, Dense, Padding, prepare
 from regard.ops.backends.common import (
     addend,
     columns_contiguous,
@@ -13,7 +13,6 @@ from regard.ops.backends.common import (
     may_check,
     run_and_check,
     without_hidden,
-    zero_hidden,
 )
 
 VALID = torch.tensor([[True, True, False], [True, False, False]])
@@ -34,8 +33,8 @@ def test_a_key_visible_to_one_head_of_its_group_stays():
     q, k = torch.randn(1, 4, 2, 3), torch.ones(1, 2, 2, 3)
     keep = torch.zeros(1, 4, 2, 2, dtype=torch.bool)
     keep[:, 1, 0, 0] = True  # head 1 belongs to key head 0
-    made = prepare(q, k, k, backend="eager").call
-    cleaned, _ = zero_hidden(made, k, k, keep)
+    made = prepare(q, k, k, mask=Dense(keep), backend="eager").call
+    cleaned, _ = without_hidden(made, k, k, keep)
     assert cleaned[0, :, :, 0].tolist() == [[1, 0], [0, 0]]
 
 
@@ -102,6 +101,9 @@ def test_columns_are_copied_only_where_they_lie_apart():
     assert columns_contiguous(x) is x
     assert columns_contiguous(x.T).stride(-1) == 1
     assert torch.equal(columns_contiguous(x.T), x.T)
+    assert not columns_contiguous(
+        torch.view_as_complex(x.reshape(3, 2)).conj().imag[:, None]
+    ).is_neg()
 
 
 def test_missing_axes_are_added_in_front():

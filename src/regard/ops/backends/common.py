@@ -18,6 +18,7 @@ from regard.heads import fold_heads, group_heads
 from regard.ops.call import Call, is_everything
 
 Readable = Tensor | QuantizedStream  # keys or values
+_LINE = 64  # bytes of a line of the processor's cache, where memory of torch begins
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
 
 
@@ -63,8 +64,10 @@ def run_and_check(
         out = result if isinstance(result, Tensor) else result[0]
         if is_finite(out):
             return result
-    keep = call.keep() if keep is None else keep
-    return (rerun or compute)(*zero_hidden(call, k, v, keep))
+    clean = without_hidden(call, k, v, keep)
+    if may_check(call):
+        clean = laid_out_as(k, clean[0]), laid_out_as(v, clean[1])
+    return (rerun or compute)(*clean)
 
 
 def run_stored_and_check(
@@ -98,18 +101,28 @@ def may_check(call: Call) -> bool:
 
 
 def without_hidden(
-    call: Call, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
+    call: Call,
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values, those that are hidden from every query zeroed."""
-    return (k, v) if is_everything(call.mask) else zero_hidden(call, k, v, call.keep())
-
-
-def zero_hidden(
-    call: Call, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Zero the keys and values that the tensor `keep` hides from every query."""
-    hidden = hidden_keys(call, keep)
+    """Keys and values, those that the mask hides from every query zeroed; `keep` is the mask as a
+    tensor, where the caller has it already."""
+    if is_everything(call.mask):
+        return k, v
+    hidden = hidden_keys(call, call.keep() if keep is None else keep)
     return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+
+
+def laid_out_as(x: Tensor, values: Tensor) -> Tensor:
+    """Values in memory of the strides and the alignment of `x`, on the CPU: the sums of a matrix
+    product depend on both, and hidden content may change no bit. Values with a gradient keep their
+    own layout, as do those for a tensor that is broadcast."""
+    if values is x or values.requires_grad or 0 in x.stride():
+        return values
+    start = x.data_ptr() % _LINE // x.element_size()
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.new_empty(start + span).as_strided(x.shape, x.stride(), start).copy_(values)
 
 
 def hidden_keys(call: Call, keep: Bool[Tensor, "*some L S"]) -> Bool[Tensor, "#B #G S 1"]:
@@ -185,9 +198,9 @@ def has_flash(device: torch.device) -> bool:
 
 
 def columns_contiguous(x: Tensor) -> Tensor:
-    """The same values with columns side by side in memory: kernels that are called directly read
-    them so, and do not check it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The same values with columns side by side in memory and without a lazy minus sign: kernels
+    that are called directly read them so, and do not check it."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

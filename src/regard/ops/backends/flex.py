@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.constants import accumulating_dtype
 from regard.masks import Span
-from regard.ops.backends.common import four_dims, zero_hidden
+from regard.ops.backends.common import four_dims, without_hidden
 from regard.ops.bias import Alibi, RelativeBias
 from regard.ops.block_masks import MaskMod, Slots, by_cell, lookup, planned
 from regard.ops.call import Call, is_empty, is_everything, shown
@@ -121,7 +121,7 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, **wanted: Any) -> Any:
     if not is_everything(call.mask):
         blocks, visible = planned(call)
         if visible is not None:
-            k, v = zero_hidden(call, k, v, visible)
+            k, v = without_hidden(call, k, v, visible)
     # Each a new tensor: for one given twice Dynamo compiles again, and may fail to compare it with
     # others. Detached without gradients: Dynamo takes a view of a leaf for one that needs them.
     q, k, v = (x.view_as(x) if call.needs_grad else x.detach() for x in (q, k, v))

@@ -305,7 +305,7 @@ def _addend(call: Call) -> Tensor | None:
 
 def _columns_together(x: Any) -> Any:
     """The same values with contiguous columns and without a lazy minus sign; codes are so."""
-    return columns_contiguous(x).resolve_neg() if isinstance(x, Tensor) else x
+    return columns_contiguous(x) if isinstance(x, Tensor) else x
 
 
 def _value_multiple(call: Call) -> int:

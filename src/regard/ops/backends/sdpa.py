@@ -19,6 +19,7 @@ from regard.ops.backends.common import (
     has_flash,
     hidden_keys,
     is_finite,
+    laid_out_as,
     run_and_check,
     same_width,
 )
@@ -263,7 +264,8 @@ def run_masked(call: Call, q: Tensor, k: Tensor, v: Tensor, hiding: Hiding) -> T
     """`run` with a mask that is made already; on the CPU, for immediate calls without gradients."""
     out = _kernel(call, q, k, v, attn_mask=hiding.added)
     if not is_finite(out):
-        k, v = hiding.without_hidden(k, v)
+        clean = hiding.without_hidden(k, v)
+        k, v = laid_out_as(k, clean[0]), laid_out_as(v, clean[1])
         out = _kernel(call, clamped(q), clamped(k), v, attn_mask=hiding.added)
     return hiding.without_masked(out)
 
@@ -307,8 +309,9 @@ def clamped(x: Tensor) -> Tensor:
         return x  # products of float16 fit float32
     limit = 1e150 if x.dtype == torch.float64 else 1e15
     small = x.clamp(-limit, limit)
-    same = x.device.type == "cpu" and is_concrete(x) and small.equal(x)
-    return x if same else small  # other strides are other roundings
+    if x.device.type != "cpu" or not is_concrete(x):
+        return small
+    return x if small.equal(x) else laid_out_as(x, small)
 
 
 def _four(mask: Tensor, call: Call) -> Tensor:

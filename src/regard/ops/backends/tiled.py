@@ -122,15 +122,10 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tupl
     found = intervals_of(call.mask, call.span)
     assert found is not None
     starts, stops = found
-    rows = _columns_together(q)
+    rows = columns_contiguous(q)
 
     def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = _columns_together(k), _columns_together(v)
+        k, v = columns_contiguous(k), columns_contiguous(v)
         return prefill(rows, k, v, scale=call.scale, starts=starts, stops=stops, **options)
 
     return run_and_check(call, compute, k, v)
-
-
-def _columns_together(x: Tensor) -> Tensor:
-    """The same values with contiguous columns and without a lazy minus sign."""
-    return columns_contiguous(x).resolve_neg()

@@ -380,6 +380,14 @@ def test_a_processor_that_halves_long_vectors_has_constants_of_its_own(
     assert typical(1) == AVX2
 
 
+@pytest.mark.parametrize(("family", "expected"), [(25, ZEN4), (26, AVX512)])
+def test_windows_names_the_family_in_words_of_its_own(processor, monkeypatch, family, expected):
+    processor("", "AVX512")
+    facts = ("AMD64", "16", f"AMD64 Family {family} Model 97 Stepping 2, AuthenticAMD", "AVX512")
+    monkeypatch.setattr(rates_module, "processor", lambda: facts)
+    assert typical(2) == expected.of_threads(2)
+
+
 def test_narrowed_vectors_and_instructions_have_constants_of_their_own(processor, monkeypatch):
     processor("avx2 avx512f avx512_bf16", "AVX2")  # ATEN_CPU_CAPABILITY=avx2
     found = typical(1)

@@ -116,7 +116,7 @@ _FEEDING = 16  # threads that read as much as a processor's memory gives
 _BY_PRODUCTS = ("products", "products_half")  # MKL and oneDNN choose their instructions
 _BY_KERNELS = ("stream", "fused", "tiled")  # numba compiles these
 _WIDE = {"avx512f", "avx512"}  # names of the instructions on vectors of 512 bits
-_ZEN4 = "cpu family\t: 25"  # if it has these: Zen 3 is of the same family
+_ZEN4 = " family 25 "  # of AMD, if it has these: Zen 3 is of the same family
 
 # Of one thread.
 AVX2 = Speed(
@@ -139,10 +139,10 @@ def typical(threads: int) -> Speed:
     """The constants of this processor for so many threads. Torch's kernels, products and compiled
     kernels have a class each, since environment variables narrow them separately. A processor of
     another kind than x86 has the constants of `AVX2`."""
-    words = set(" ".join(processor()).lower().split())
+    facts = " ".join(processor()).lower().replace("\t:", "")  # Linux writes "cpu family\t: 25"
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    widest = (ZEN4 if _ZEN4 in processor() else AVX512) if words & _WIDE else AVX2
-    if "amx_bf16" in words and ("AVX" not in limit or "AMX" in limit) and "SSE" not in limit:
+    widest = (ZEN4 if _ZEN4 in facts else AVX512) if _WIDE & {*facts.split()} else AVX2
+    if "amx_bf16" in facts and ("AVX" not in limit or "AMX" in limit) and "SSE" not in limit:
         widest = AMX
     of_torch = widest if torch.backends.cpu.get_cpu_capability() == "AVX512" else AVX2
     of_kernels = widest if compiles_wide() else AVX2

@@ -52,6 +52,22 @@ def test_mla_in_both_forms(form, q_lora_rank, cost):
     assert count(cost, cost.decode_flops, shape, form, **call) == counted(layer, 9, 1)
 
 
+def test_values_of_a_joint_latent_are_absorbed_and_its_keys_are_not(cost):
+    """A step after 8 tokens by hand: projections, keys of all 9 tokens, scores, sums of latents,
+    and the values' weights applied to the sums; with a bias no weights are absorbed."""
+    shape = replace(MHA, num_heads=6, kv_lora_rank=7, keys_by_position=True, bias=("q_proj",))
+    call = {"context": 8, "batch": 2}
+    projections = 20 * 24 + 20 * 7 + 24 * 20
+    absorbed = 7 * 9 * 3 * 4 + 6 * 9 * (4 + 7) + 7 * 6 * 4
+    rebuilt = 7 * 9 * 3 * (4 + 4) + 6 * 9 * (4 + 4)
+    found = count(cost, cost.decode_flops, shape, **call)
+    assert found == 2 * 2 * (projections + absorbed)
+    biased = replace(shape, bias=("q_proj", "kv_b_proj"))
+    for each, form in ((shape, "expanded"), (biased, "absorbed")):
+        found = count(cost, cost.decode_flops, each, form, **call)
+        assert found == 2 * 2 * (projections + rebuilt)
+
+
 def test_the_forms_differ_as_their_authors_say(cost):
     """DeepSeek-V2's sizes: a step is far less work absorbed, a prefill less work expanded."""
     shape = LayerShape(

@@ -193,14 +193,24 @@ MUTANTS = {
         "MULTIPLY_ADD = 2", "MULTIPLY_ADD = 1", "test_a_multiply_add_is_two_operations"
     ),
     "absorbed counted as expanded": flops(
-        'layer.kind == "MLA" and form == "absorbed"',
+        'form == "absorbed" and (joint or layer.kind == "MLA")',
         "False",
         "test_the_forms_differ_as_their_authors_say",
     ),
     "expanded counted as absorbed": flops(
-        'layer.kind == "MLA" and form == "absorbed"',
-        'layer.kind == "MLA"',
+        'form == "absorbed" and (joint or layer.kind == "MLA")',
+        'joint or layer.kind == "MLA"',
         "test_the_forms_differ_as_their_authors_say",
+    ),
+    "of a joint latent, values of every key": flops(
+        "heads = keys * work.key_heads(layer) + tokens * work.query_heads(layer)",
+        "heads = 2 * keys * work.key_heads(layer)",
+        "test_values_of_a_joint_latent_are_absorbed_and_its_keys_are_not",
+    ),
+    "of a joint latent with a bias, absorbed": flops(
+        ' and "kv_b_proj" not in layer.bias',
+        "",
+        "test_values_of_a_joint_latent_are_absorbed_and_its_keys_are_not",
     ),
     "scores of key heads alone": flops(
         "work.query_heads(layer) * pairs",
@@ -208,8 +218,8 @@ MUTANTS = {
         "test_ranks_share_heads_and_tokens",
     ),
     "weighted sums forgotten": flops(
-        "widths = layer.head_dim + layer.v_head_dim",
-        "widths = layer.head_dim",
+        "pairs * (keys + values)",
+        "pairs * keys",
         "test_a_multiply_add_is_two_operations",
     ),
     "the mask's half for a triangle with its diagonal": flops(
@@ -265,8 +275,8 @@ MUTANTS = {
         "cost", "len(indices)", "1", ("test_cost:test_costs_of_layers_add_up",)
     ),
     "the batch forgotten in a step": flops(
-        "MULTIPLY_ADD * work.batch * (products_of_tokens + up)",
-        "MULTIPLY_ADD * (products_of_tokens + up)",
+        "MULTIPLY_ADD * work.batch * (tokens * sum(products.values()) + up)",
+        "MULTIPLY_ADD * (tokens * sum(products.values()) + up)",
         "test_mla_in_both_forms",
     ),
 }

@@ -20,6 +20,7 @@ from regard import (
     SlidingCache,
     SlidingWindow,
 )
+from regard.layers.latent_kv import AbsorbedValues
 from regard.names import PAGES
 from regard.plan.shapes import STORAGES, LayerShape, Storage
 from session import LONG
@@ -152,6 +153,9 @@ def _measure(rng: random.Random) -> Measured:
     call = {"context": context, "batch": rng.randint(1, 3), "dtype": dtype}
     with torch.device("meta"), torch.no_grad():
         layer = layer_of(shape, form).to(getattr(torch, dtype)).eval()
+        if shape.kind == "LatentKV" and form == "absorbed" and layer.kv_b_proj.bias is None:
+            values = AbsorbedValues(layer)  # which the layer chooses on the CPU alone
+            layer.choose = lambda queries, cache: values
         held = cache_of(shape, storage)
         flops = []
         for tokens in (context, 1):

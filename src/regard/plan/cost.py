@@ -109,8 +109,8 @@ def cost_of(
         dtype: of cache, weights and hidden states; the model's own if None, float32 of a layer.
         tp: ranks of tensor parallelism.
         cp: ranks of context parallelism.
-        prefill_form: of MLA, as for `prefill_flops`.
-        decode_form: of MLA, as for `decode_flops`.
+        prefill_form: of layers with latents, as for `prefill_flops`.
+        decode_form: the same, as for `decode_flops`.
 
     Raises:
         ValueError: if a number is out of its range, or a layer's mask or storage is not known.
@@ -149,6 +149,8 @@ def _cost(
     }
     if layer.kind == "linear":
         return Cost(**caches, uncounted=1)
+    if layer.kind == "LatentKV" and (storage.page_size or work.cp > 1):
+        decode_form = "expanded"  # caches that attend by themselves take values of every head
     return Cost(
         **caches,
         parameters=parameters(layer, work),

@@ -2,10 +2,10 @@
 
 As `torch.utils.flop_counter` counts them: matrix products alone. Softmax, norms and rotation are
 not counted, nor is the Hadamard rotation of low-bit caches. Each function takes a layer, and the
-workload whose tokens, rows and ranks count; `form` is that of MLA: in `"expanded"` form the keys of
-every head are computed, as prefills are run, in `"absorbed"` form queries attend to the latents, as
-steps are run. A ValueError is raised for linear attention, another form, and a mask that
-`visible_pairs` refuses.
+workload whose tokens, rows and ranks count; `form` is that of layers with latents: in `"expanded"`
+form keys and values of every head are computed, as prefills are run, in `"absorbed"` form queries
+attend to the latents, as steps are run; keys of a joint latent are computed in both. A ValueError
+is raised for linear attention, another form, and a mask that `visible_pairs` refuses.
 """
 
 from typing import Literal
@@ -75,10 +75,11 @@ def attention_flops(layer: LayerShape, work: Workload, pairs: int, form: Form = 
     `pairs` of a query and a key are those of one head and one row. Absorbed queries and sums are as
     wide as the latents.
     """
-    widths = layer.head_dim + layer.v_head_dim
+    keys, values = layer.head_dim, layer.v_head_dim
     if _is_absorbed(layer, form):
-        widths = layer.latent + layer.qk_rope_head_dim + layer.latent
-    return MULTIPLY_ADD * work.batch * work.query_heads(layer) * pairs * widths
+        values = layer.latent
+        keys = keys if layer.kind == "LatentKV" else layer.latent + layer.qk_rope_head_dim
+    return MULTIPLY_ADD * work.batch * work.query_heads(layer) * pairs * (keys + values)
 
 
 def _flops(
@@ -88,15 +89,18 @@ def _flops(
     weighted sums of the pairs."""
     products = matrices(layer, work)
     up = products.pop("kv_b_proj", 0) * (tokens if _is_absorbed(layer, form) else keys)
-    products_of_tokens = tokens * sum(products.values())
-    projections = MULTIPLY_ADD * work.batch * (products_of_tokens + up)
+    if layer.kind == "LatentKV" and _is_absorbed(layer, form):
+        heads = keys * work.key_heads(layer) + tokens * work.query_heads(layer)
+        up = heads * layer.head_dim * layer.latent
+    projections = MULTIPLY_ADD * work.batch * (tokens * sum(products.values()) + up)
     return projections + attention_flops(layer, work, pairs, form)
 
 
 def _is_absorbed(layer: LayerShape, form: str) -> bool:
     if form not in ("expanded", "absorbed"):
         raise ValueError(f"form is 'expanded' or 'absorbed', got {form!r}")
-    return layer.kind == "MLA" and form == "absorbed"
+    joint = layer.kind == "LatentKV" and "kv_b_proj" not in layer.bias
+    return form == "absorbed" and (joint or layer.kind == "MLA")
 
 
 def _triangle(tokens: int) -> int:

@@ -288,4 +288,20 @@ def test_threads_with_different_calls_do_not_disturb_each_other():
 
 def test_rounding_up_to_four_digits():
     assert [rounded(n) for n in (0, 1, 15, 16, 17, 31, 32, 33, 100, 4095, 4097)] == [
-        0, 1, 15, 16, 18, 32, 32, 36, 104, 4096, 4608]  # fmt: skip
+        0, 16, 16, 16, 32, 32, 32, 48, 112, 4096, 4608]  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_short_cache_that_grows_is_described_once_in_16_steps(monkeypatch):
+    described, describe = [], memo._describe
+
+    def counted(given):
+        described.append(given)
+        return describe(given)
+
+    monkeypatch.setattr(memo, "_describe", counted)
+    monkeypatch.setattr(memo, "_ENTRIES", {})
+    for past in range(32):
+        q, k, v = (torch.randn(1, 2, n, 4) for n in (1, past + 1, past + 1))
+        attend(q, k, v, mask=Causal(), span=Span(past, past + 1, 0, past + 1))
+    assert len(described) == 2

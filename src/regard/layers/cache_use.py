@@ -83,25 +83,26 @@ def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContex
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return _NOTHING_TO_RESTORE
     use = _USES.get(id(cache))
-    if use is None or use.layer() is not layer:
-        _record(cache, layer, mask)
+    known = use is not None and use.layer() is layer
+    record = None if known else partial(_record, cache, layer, mask)
     try:
         snapshot, restore = attrgetter("snapshot", "restore")(cache)
     except AttributeError:
-        return _RestoredOnError(cache, partial(cache.truncate, cache.length))
-    return _RestoredOnError(cache, partial(restore, snapshot()))
+        return _RestoredOnError(cache, partial(cache.truncate, cache.length), record)
+    return _RestoredOnError(cache, partial(restore, snapshot()), record)
 
 
 @dataclass
 class _RestoredOnError(AbstractContextManager[object]):
-    """A block after which, if an error leaves it, a cache is restored."""
+    """A block after which a cache is its layer's or, if an error leaves it, is restored."""
 
     cache: Cache
     restore: Callable[[], object]
+    record: Callable[[], None] | None
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if error is None:
-            return
+            return None if self.record is None else self.record()
         try:
             self.restore()
         except Exception as refusal:

@@ -172,7 +172,8 @@ class Rotary:
     def _frequencies(self, positions: Positions) -> Float[Tensor, " half"]:
         if self.scaling is None or not self.scaling.uses_length:
             return _fixed_frequencies(self, positions.device)
-        length = F.pad(positions.flatten(), (1, 0)).max() + 1  # at least 1, for no positions
+        whole = positions if positions.is_floating_point() else positions.long()  # no overflow
+        length = F.pad(whole.flatten(), (1, 0)).max() + 1  # at least 1, for no positions
         return self.scaling.frequencies(
             self.dim, self.theta, length=length, device=positions.device
         )

@@ -62,10 +62,9 @@ def table_for(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtype
 def read_row(rope: Any, compute: Compute, position: int) -> Pair:
     """The cosines and signed sines of one position, `[dim]` in float32."""
     table = _TABLES.get((rope, torch.float32))
-    if table is not None and position < table[0].shape[0]:
-        return table[0][position], table[1][position]
-    if position < _LONGEST:
-        table = _grown(rope, compute, position + 1, torch.float32)
+    if type(position) is int and 0 <= position < _LONGEST:
+        if table is None or position >= table[0].shape[0]:
+            table = _grown(rope, compute, position + 1, torch.float32)
         return table[0][position], table[1][position]
     cos, sin = compute(torch.tensor([position], device="cpu"), torch.float32)
     return cos.flatten(), sin.flatten()

@@ -280,7 +280,7 @@ class Evicting(Contiguous, Attending):
     def _received(self, prepared: Prepared, q: Tensor, keys: Tensor) -> Tensor:
         """The attention that each row receives from the queries, `[B, G, n]`."""
         assert self._seen is not None
-        call, slots, total = prepared.call, self._seen.slots, torch.zeros(())
+        call, slots, total = prepared.call, self._seen.slots, keys.new_zeros(())
         first = self.length - q.shape[2]
         for start in range(0, q.shape[2], QUERIES):
             some = q[:, :, start : start + QUERIES]

@@ -111,10 +111,10 @@ def rotated_runs(rope: Rope) -> Runs:
     """The channels that a rope changes: those of a frequency of 0 stay as they are."""
     if not isinstance(rope, Rotary) or rope.attention_factor != 1.0:
         return ((0, rope.dim),) if rope.dim else ()
-    moved = rope.angles(torch.ones(1))[0] != 0
+    moved = rope.angles(torch.ones(1, device="cpu"))[0] != 0
     halves = rope.pairing == "halves"
     moved = torch.cat([moved, moved]) if halves else moved.repeat_interleave(2)
-    edges = torch.diff(moved.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
+    edges = nn.functional.pad(moved.int(), (1, 1)).diff().nonzero()
     return tuple((int(start), int(stop)) for start, stop in edges.view(-1, 2).tolist())
 
 

@@ -19,9 +19,11 @@ from regard import (
     MultiHeadAttention,
     MultiHeadLatentAttention,
     Padding,
+    Partial,
     QuantizedCache,
     RelativeBias,
     Rotary,
+    SharedCache,
     SlidingCache,
     SlidingWindow,
     Span,
@@ -30,6 +32,7 @@ from regard import (
     attend,
     attend_partial,
     attention_weights,
+    merge,
     prepare,
 )
 
@@ -76,6 +79,42 @@ def hooked():
 
 
 OF_ATTEND = {
+    "a tuple as a span": (
+        lambda: attend(Q, K, K, span=(0, 3, 0, 3)),
+        TypeError,
+        ["span holds whole numbers", r"\(0, 3, 0, 3\)", "give Span"],
+    ),
+    "a span of fractions": (
+        lambda: attend(Q, K, K, mask=Causal(), span=Span(0.5, 3.5, 0, 3)),
+        TypeError,
+        ["span holds whole numbers", "0.5"],
+    ),
+    "keys from a fraction on": (
+        lambda: attend(Q[:, :, :1], K, K, mask=Causal(), span=Span(2, 3, 0.0, 3)),
+        TypeError,
+        ["span holds whole numbers", "kv_start=0.0"],
+    ),
+    "a span of other rows": (
+        lambda: attend(Q, K, K, span=Span(SHORT, SHORT + 3, 0, 3)),
+        ValueError,
+        ["q has 2 rows", "slots of 3"],
+    ),
+    "a softcap in words": (
+        lambda: attend(Q, K, K, softcap="20"),
+        TypeError,
+        ["softcap is a number", "'20'"],
+    ),
+    "numbers of 8 bits": (
+        lambda: attend(*(x.to(torch.float8_e4m3fn) for x in (Q, K, K))),
+        ValueError,
+        ["16 bits a number", "float8_e4m3fn"],
+    ),
+    "a list to merge": (
+        lambda: merge([Partial.nothing()]),
+        ValueError,
+        [r"merge\(\) takes Partials", r"\[Partial"],
+    ),
+    "a number of slopes": (lambda: Alibi(4), TypeError, ["slopes must be real numbers", "4"]),
     "tracing one call for all": (
         lambda: torch.jit.trace(lambda q: attend(q, K, K), Q),
         ValueError,
@@ -230,6 +269,18 @@ OF_ATTEND = {
 }
 
 OF_LAYERS = {
+    "no context where one is read": (
+        lambda: Attention(48, 6, context_size=20)(X),
+        ValueError,
+        [r"give context=\[B, S, 20\]"],
+    ),
+    "a context without channels": (
+        lambda: Attention(48, 6, context_size=0),
+        ValueError,
+        ["context_size is a whole number", "0"],
+    ),
+    "no dropout": (lambda: mha(dropout=None), TypeError, ["dropout is a number", "None"]),
+    "a shared number": (lambda: SharedCache(3), TypeError, ["cache is a Cache", "int"]),
     "tracing that keeps one call for all": (
         lambda: torch.jit.trace(mha(), X),
         ValueError,

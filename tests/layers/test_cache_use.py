@@ -455,3 +455,18 @@ def test_a_window_that_the_mask_does_not_have_is_refused_at_the_first_call(cache
     assert cache.length == 0
     attention(mask=Causal() & SlidingWindow(3)).double()(x, cache=cache)
     assert cache.length == 2
+
+
+def test_a_copy_belongs_to_no_layer_after_a_refused_call():
+    first, other = attention().double(), attention().double()
+    other.load_state_dict(first.state_dict())
+    x = inputs(2, 5)
+    cache, whole = KVCache(), first(x)
+    first(x[:, :3], cache=cache)
+    copied = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="batch"):
+        other(x[:1, 3:4], cache=copied)
+    out = first(x[:, 3:4], cache=copied)
+    assert_same(out, whole[:, 3:4])
+    with pytest.raises(ValueError, match="another layer"):  # now it belongs to that layer
+        other(x[:, 4:], cache=copied)

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from layers import assert_same, inputs, scattered
-from regard import (
-    Memory,
-    MultiHeadAttention,
-)
+from regard import Attention, Memory, MultiHeadAttention
 
 
 def test_a_memory_of_another_layer_is_refused():
@@ -38,3 +35,13 @@ def test_a_memory_of_no_layer_serves_any():
     for _ in range(2):
         layer = scattered(MultiHeadAttention(12, 4)).double()
         assert layer(inputs(2, 3), context=Memory(k, k)).shape == (2, 3, 12)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.tensor([2]), torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([True]), 0]
+)
+@pytest.mark.usefixtures("unchecked")
+def test_rows_that_are_not_there_are_refused(rows):
+    memory = Attention(8, 2).remember(torch.randn(2, 3, 8))
+    with pytest.raises(ValueError, match="rows"):
+        memory.reorder(rows)

@@ -119,3 +119,14 @@ def test_it_says_how_keys_in_several_parts_are_read():
 def test_weights_without_a_mask():
     q = torch.randn(1, 2, 3, 8)
     assert torch.equal(attention_weights(q, q, mask=None), attention_weights(q, q))
+
+
+def test_chosen_rows_may_be_tensors_or_none():
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    whole = attention_weights(q, k, mask=Causal())
+    chosen = attention_weights(
+        q, k, mask=Causal(), heads=torch.tensor([1, 3]), queries=torch.tensor([4])
+    )
+    torch.testing.assert_close(chosen, whole[:, [1, 3], 4:])
+    assert attention_weights(q, k, heads=[]).shape == (1, 0, 5, 5)
+    assert attention_weights(q, k, heads=[], queries=[]).shape == (1, 0, 0, 5)

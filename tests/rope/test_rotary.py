@@ -356,3 +356,22 @@ def test_no_rope_returns_its_inputs():
     for other in (copy.deepcopy(NO_ROPE), pickle.loads(pickle.dumps(NO_ROPE))):
         assert other is NO_ROPE
     assert NoRotary() == NO_ROPE != Rotary(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32], ids=str)
+def test_the_length_of_a_call_is_counted_in_wide_integers(dtype):
+    """The largest position of a dtype plus one does not fit it."""
+    largest = torch.tensor([0, torch.iinfo(dtype).max], dtype=dtype)
+    x = torch.ones(1, 1, 2, 4)
+    for scaling in (NTK(2.0, 16), LongRope([1, 1], [1, 9], original_max_position=16, factor=2.0)):
+        rope = Rotary(4, scaling=scaling)
+        assert torch.equal(rope.rotate(x, largest), rope.rotate(x, largest.to(torch.int64)))
+
+
+@pytest.mark.parametrize("position", [-1, 1.5, -300, 1 << 20])
+def test_the_row_of_a_position_beyond_tables_is_computed(position):
+    rope = Rotary(4)
+    cos, sin = rope.row(position)
+    angles = rope.angles(torch.tensor([position]))[0]
+    torch.testing.assert_close(cos, torch.cat([angles, angles]).cos())
+    torch.testing.assert_close(sin, torch.cat([-angles, angles]).sin())

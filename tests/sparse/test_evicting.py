@@ -420,3 +420,13 @@ def test_explain_and_sinks_of_attention():
         got = _run(layer, x, cache, chunks=[1] * 43)
         assert (got - oracle(x)).abs().max() < 1e-5
         assert "3 queries x 46 keys" in layer.explain(x[:, :3], cache=cache)
+
+
+@torch.no_grad()
+def test_sums_of_attention_are_held_where_the_keys_are():
+    layer, x = Attention(32, 4, rope=Rotary(8), mask=Causal()).eval(), torch.randn(1, 40, 32)
+    outputs = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):  # the default device, which is not that of the layer
+            outputs.append(layer(x, cache=EvictingCache(24, score=H2O(), sinks=2, recent=4)))
+    assert torch.equal(*outputs)

@@ -25,9 +25,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.ranks import RankError
+from session import LONG
 
 SIZE = 4
-PATIENCE = 180  # seconds: more than a test's function takes on a machine that runs other tests, too
+# Seconds: more than a test's function takes on a machine that runs other tests, too. The long tests
+# have real models, of which there may be one for each of four ranks on two cores.
+PATIENCE = 600 if LONG else 180
 AFTER_AN_ERROR = 3  # seconds that the other ranks have: they may wait for the one that failed
 _pools = []
 

@@ -21,6 +21,7 @@ from regard.layers.construct import (
     build_gate,
     build_norm,
     build_sinks,
+    check_sizes,
     constructor_code,
     gated,
     kind_of_heads,
@@ -123,6 +124,7 @@ class Attention(nn.Module, Settings):
     ) -> None:
         super().__init__()
         set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
+        check_sizes(context_size=context_size)
         self.context_size = hidden_size if context_size is None else context_size
         set_rules(
             self, rope, mask, scale, dropout=dropout, softcap=softcap, score_bias=score_bias,
@@ -200,6 +202,8 @@ class Attention(nn.Module, Settings):
         q = normed_heads(self.q_norm, self.q_proj(x), self.head_dim, width=self.norm_width)
         if isinstance(context, Memory):
             return q, context.k, context.v
+        if context is None and self.context_size != self.hidden_size:
+            raise ValueError(f"context is missing; give context=[B, S, {self.context_size}]")
         source = x if context is None else context
         k = normed_heads(self.k_norm, self.k_proj(source), self.head_dim, width=self.norm_width)
         v = split_heads(self.v_proj(source), self.head_dim)

@@ -159,17 +159,14 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
 
 def check_cache(cache: object) -> None:
     """Refuse objects that lack the methods of a cache that layers call."""
+    name = (cache if isinstance(cache, type) else type(cache)).__name__
     if isinstance(cache, type):
-        raise TypeError(
-            f"cache is an object, got the class {cache.__name__}; make one for each layer: "
-            f"cache={cache.__name__}(...)"
-        )
+        raise TypeError(f"cache= got the class {name}; make one for each layer: {name}()")
     try:
         attrgetter("span", "update", "peek")(cache)
     except AttributeError:
         raise TypeError(
-            f"cache is a Cache such as KVCache() or NO_CACHE, one for each layer, "
-            f"got {type(cache).__name__}"
+            f"cache is a Cache, one for each layer, got {name}; give KVCache()"
         ) from None
 
 

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.cache.streams import check_rows
+
 
 @dataclass(frozen=True, eq=False)
 class Memory:
@@ -35,6 +37,7 @@ class Memory:
 
     def reorder(self, rows: Int[Tensor, " N"]) -> "Memory":
         """The memory of these batch rows, `[N]` integers: for beams, selection and repetition."""
+        check_rows(rows, [self.k])
         chosen = Memory(self.k[rows], self.v[rows])
         if self in _LAYER_OF:
             _LAYER_OF[chosen] = _LAYER_OF[self]

@@ -83,6 +83,7 @@ class Documents(DataMask):
             >>> Documents.from_cu_seqlens(torch.tensor([0, 2, 5])).ids.tolist()
             [[0, 0, 1, 1, 1]]
         """
+        cu_seqlens = torch.as_tensor(cu_seqlens)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not is_whole(cu_seqlens):
             raise ValueError(
                 "cu_seqlens holds whole numbers [0, n1, n1 + n2, ...], got shape "

@@ -45,7 +45,7 @@ def _cells(mask: "Mask", placed: "Mask", span: Span, b: int, h: int) -> Bool[Ten
 
 def slots(span: Span, b: int) -> tuple[list[int], range]:
     """The slots of the queries of a batch row, and of the keys."""
-    queries = span.positions("cpu").reshape(-1, span.num_queries)
+    queries = span.positions("cpu")[None].flatten(0, -2)
     return queries[b if len(queries) > 1 else 0].tolist(), range(span.kv_start, span.kv_stop)
 
 

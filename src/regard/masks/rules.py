@@ -221,15 +221,14 @@ class Prefix(EqualByData):
 
     def __post_init__(self) -> None:
         lengths = self.lengths
+        check_vector("start", self.start)
         if isinstance(lengths, Sequence):
             self._set(lengths=tuple(lengths))
-            lengths = torch.tensor(
-                lengths, device="cpu" if self.start is None else self.start.device
-            )
+            device = "cpu" if self.start is None else self.start.device
+            lengths = torch.tensor(lengths, device=device)
         elif not isinstance(lengths, Tensor | int | torch.SymInt):
             raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
         check_vector("lengths", lengths if isinstance(lengths, Tensor) else None)
-        check_vector("start", self.start)
         self._check_rows(lengths)
         lengths, start = self._copies(lengths, self.start)
         self._set(given=(self.lengths, self.start))

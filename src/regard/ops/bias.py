@@ -53,11 +53,10 @@ class Alibi:
         slopes = self.slopes
         if isinstance(slopes, Tensor):
             if slopes.ndim != 1:
-                raise ValueError(
-                    f"Alibi: slopes must be [H], one a head, got shape {tuple(slopes.shape)}"
-                )
+                raise ValueError(f"Alibi: slopes must be [H], got shape {tuple(slopes.shape)}")
             slopes = slopes.tolist()
-        if any(isinstance(s, bool) or not isinstance(s, int | float) for s in slopes):
+        numbers = slopes if isinstance(slopes, Sequence) else [None]
+        if any(isinstance(s, bool) or not isinstance(s, int | float) for s in numbers):
             raise TypeError(f"Alibi: slopes must be real numbers, one a head, got {slopes!r}")
         if not slopes or not all(math.isfinite(s) for s in slopes):
             raise ValueError(
@@ -82,8 +81,8 @@ class Alibi:
             >>> Alibi.for_heads(3)
             Alibi(slopes=(0.0625, 0.00390625, 0.25))
         """
-        if num_heads < 1:
-            raise ValueError(f"Alibi.for_heads: num_heads must be positive, got {num_heads}")
+        if not isinstance(num_heads, int) or num_heads < 1:
+            raise ValueError(f"Alibi.for_heads: num_heads must be positive, got {num_heads!r}")
         whole = 2 ** (num_heads.bit_length() - 1)  # the largest power of two that fits
         slopes = [2.0 ** (-8 * i / whole) for i in range(1, whole + 1)]
         between = [2.0 ** (-4 * i / whole) for i in range(1, 2 * whole, 2)]

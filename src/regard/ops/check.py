@@ -58,12 +58,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} is floating point, got {x.dtype}; cast it first")
+        if x.itemsize < 2:
+            raise ValueError(f"{name} has 16 bits a number or more, got {x.dtype}; cast it first")
         if x.layout != torch.strided:
             raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them to one"
-        )
+        raise ValueError(f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on one device, got {_each(named, 'device')}; move them")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -132,16 +132,15 @@ def _serves(size: int | None, asked: int) -> bool:
 def check_options(
     *, dropout: float, softcap: float | None, precision: str, scale: float | None
 ) -> None:
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout is a probability, 0 <= dropout < 1, got {dropout}; 0.0 is none")
-    for name, value in (("scale", scale), ("softcap", softcap)):
+    for name, value in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if isinstance(value, Tensor):
             raise TypeError(f"{name} is a number, got a tensor; multiply q by what is learned")
+        if isinstance(value, str) or (value is None and name == "dropout"):
+            raise TypeError(f"{name} is a number, got {value!r}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is a probability, 0 <= dropout < 1, got {dropout}; 0.0 is none")
     if softcap is not None and not 1 / LARGEST_SCALE <= softcap <= LARGEST_SCALE:
-        raise ValueError(
-            f"softcap is above 0 and finite in float32, got {softcap}; None leaves scores as they "
-            "are"
-        )
+        raise ValueError(f"softcap is above 0 and finite in float32, got {softcap}; None for none")
     if precision not in ("strict", "fast"):
         raise ValueError(f"precision is 'strict' or 'fast', got {precision!r}")
     if scale is not None and not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
@@ -189,9 +188,7 @@ def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.dev
     check_broadcasts(bias, shape)
 
 
-def check_broadcasts(
-    bias: Tensor, shape: tuple[int, int, int, int], rule: object | None = None
-) -> None:
+def check_broadcasts(bias: Tensor, shape: tuple[int, ...], rule: object | None = None) -> None:
     """Refuse a bias, of a rule or given, that does not broadcast to `[B, H, L, S]`."""
     sizes = tuple(bias.shape)
     target = shape[4 - len(sizes) :] if len(sizes) <= 4 else ()

@@ -11,7 +11,6 @@ from regard.ops.parts import GATHERED, reads_in_parts
 from regard.rates import SPEED
 
 _ANY_LENGTH = "sdpa", "eager"  # they object to no length, as one exported program serves them all
-_FEW = 16  # keys: to read them takes less than to choose anew
 _OPERATORS = 20  # operators that dequantise keys and values
 _PASSES = 5  # passes over all their elements while they do
 _OF_A_PIECE = 15  # operators that gather a piece of the pages, start the backend, and merge
@@ -41,9 +40,9 @@ def choose(call: Call, backend: str = "auto") -> str:
 
 
 def rounded(keys: int) -> int:
-    """A number of keys rounded up to four binary digits, or to `_FEW`: choices are made for it, so
-    that a growing cache seldom needs another one."""
-    step = max(_FEW, 1 << max(0, keys.bit_length() - 4))
+    """A number of keys rounded up to four binary digits, or to 16, which take less to read than a
+    choice: choices are made for it, so that a growing cache seldom needs another one."""
+    step = max(16, 1 << max(0, keys.bit_length() - 4))
     return -(-keys // step) * step
 
 

@@ -211,9 +211,11 @@ def attention_weights(
     call = prepare_call(Arguments(q, k, k, span, *options, backend="eager")).call
     one_part(k, k, call.given_span)  # refuses another number of keys
     whole = call.but(span=call.given_span, mask=call.given_mask.within(call.given_span))
-    rows = [whole] if queries is None else [_row(whole, index) for index in queries]
-    if not rows:
-        return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])
+    rows = [whole] if queries is None else [_row(whole, int(index)) for index in queries]
+    chosen = range(q.shape[1]) if heads is None else [int(head) for head in heads]
+    if not (rows and chosen):
+        height = q.shape[2] if queries is None else len(rows)
+        return q.new_zeros(len(q), len(chosen), height, k.shape[2])
     with without_autocast(q.device):
         return torch.cat([_chosen(row, q, k, heads) for row in rows], dim=2)
 

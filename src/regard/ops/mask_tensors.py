@@ -122,11 +122,8 @@ def mask_tensors(call: Call) -> MaskTensors:
 def addend_once(call: Call, make: Callable[[Call], Made]) -> Made:
     """`make(call)`, the addend of a mask for the query heads of each key head; memoised for short
     calls without a bias."""
-    if (
-        call.score_bias is not None
-        or is_everything(call.mask)
-        or not is_short(call, call.num_heads)
-    ):
+    masked = call.score_bias is None and not is_everything(call.mask)
+    if not (masked and is_short(call, call.num_heads)):
         return make(call)
     heads = (call.num_heads, call.num_kv_heads)
     return make_once(call.mask, call.span, lambda: make(call), make, call.batch, *heads, call.dtype)

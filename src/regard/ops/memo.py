@@ -118,8 +118,10 @@ def _slots(given: Arguments, rule: object, keys: int) -> object | None:
         if mask is EVERYTHING and keys and queries and bias is None:
             return rounded(keys)
         return None, keys
+    if not isinstance(span, Span):
+        return None
     q_start, q_stop, kv_start, kv_stop = span.q_start, span.q_stop, span.kv_start, span.kv_stop
-    if type(q_start) is not int or q_stop - q_start != queries:
+    if not type(q_start) is type(kv_start) is type(kv_stop) is int or q_stop - q_start != queries:
         return None
     if bias is None and queries and kv_start != kv_stop:
         if queries == 1 and (rule is mask or not holds_data(mask)):  # of more, most rules hide some
@@ -231,6 +233,10 @@ def _span_of(
 ) -> Span:
     """The span as it was given, or the one that the shapes imply; it must hold the queries."""
     whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
+    if not isinstance(whole, Span) or isinstance(whole.num_queries + whole.num_keys, float):
+        raise TypeError(f"span holds whole numbers, got {whole!r}; give Span(past, past + L, 0, S)")
+    if isinstance(whole.q_start, Tensor) and len(whole.q_start) not in (1, q.shape[0]):
+        raise ValueError(f"q has {q.shape[0]} rows, and span the slots of {len(whole.q_start)}")
     if whole.num_queries != q.shape[2]:
         raise ValueError(
             f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "

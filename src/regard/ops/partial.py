@@ -71,15 +71,14 @@ def merge(*partials: Partial) -> Partial:
         >>> merged.out.item(), round(merged.lse.item(), 4)
         (3.0, 0.6931)
     """
-    if not partials:
-        raise ValueError("merge() needs at least one Partial; Partial.nothing() is the neutral one")
+    if not partials or not isinstance(partials[0], Partial):
+        raise ValueError(f"merge() takes Partials, as Partial.nothing(), got {partials!r:.40}")
     dtype = accumulating_dtype(*(part.lse.dtype for part in partials))
     lse = [part.lse.to(dtype) for part in partials]
     top = lse[0]
     for other in lse[1:]:
         top = torch.maximum(top, other)
-    top = top.detach()
-    top = top.masked_fill(top == -torch.inf, 0.0)
+    top = top.detach().masked_fill(top == -torch.inf, 0.0)
     shares = [torch.exp(each - top) for each in lse]
     total = sum(shares[1:], start=shares[0])
     empty = total == 0

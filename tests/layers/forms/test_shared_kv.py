@@ -1,5 +1,7 @@
 """Layers that read the keys of an earlier one: the same as with copies of its projections."""
 
+import copy
+
 import pytest
 import torch
 
@@ -178,3 +180,24 @@ def test_its_code_builds_it_and_it_has_no_keys():
     assert sorted(again.state_dict()) == sorted(layer.state_dict())
     assert not any(name.startswith(("k_", "v_")) for name in layer.state_dict())
     assert layer.kind == "GQA" and shape_of(layer).keys_of is not None
+
+
+def test_a_shared_cache_and_its_follower_are_copied_with_gradients_on():
+    first, second = (kind(16, 2, mask=Causal()) for kind in (Attention, SharedKVAttention))
+    cache, x = SharedCache(KVCache()), torch.randn(1, 4, 16)
+    follower = cache.follow()
+    second(first(x[:, :3], cache=cache), cache=follower)
+    copied, following = copy.deepcopy((cache, follower))
+    outputs = []
+    for own, its in ((copied, following), (cache, follower)):
+        outputs.append(second(first(x[:, 3:], cache=own), cache=its))
+        assert (own.length, its.length) == (4, 4)
+    assert torch.equal(*outputs)
+
+
+def test_a_refused_update_leaves_the_last_one_to_be_read():
+    cache, new = SharedCache(KVCache()), torch.randn(1, 2, 3, 4)
+    cache.update(new, new)
+    with pytest.raises(ValueError, match="batch"):
+        cache.update(torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 4))
+    assert torch.equal(cache.follow().peek()[0].as_tensors().streams[0], new)

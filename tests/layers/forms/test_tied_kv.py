@@ -197,3 +197,12 @@ def test_codes_rotate_values_apart_from_keys():
         x = x_of()
         out = stepwise(layer, x, cache)
         assert (out - layer(x)).abs().max() < 0.05
+
+
+def test_it_is_built_and_loaded_on_any_device():
+    sizes = {"num_kv_heads": 2, "head_dim": 8, "rope": Rotary(4), "mask": Causal()}
+    layer, x = TiedKVAttention(32, 4, **sizes), torch.randn(1, 3, 32)
+    with torch.device("meta"):
+        other = TiedKVAttention(32, 4, **sizes)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(other(x), layer(x))

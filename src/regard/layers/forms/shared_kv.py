@@ -29,7 +29,7 @@ from regard.layers.construct import (
     set_heads,
     set_rules,
 )
-from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
+from regard.layers.inputs import Arrival, arrive, check_cache, options_of, refuse_context
 from regard.layers.memory import Context
 from regard.layers.query_scale import UNSCALED, QueryScale
 from regard.masks import EVERYTHING, Mask, Span
@@ -43,6 +43,10 @@ class _Update(NamedTuple):
     before: int
     span: Span
     parts: tuple[Part, ...]
+
+    def __deepcopy__(self, memo: object) -> "_Update":
+        """The same: its tensors are those of one call, and may be part of a graph of gradients."""
+        return self
 
 
 class SharedCache:
@@ -74,6 +78,8 @@ class SharedCache:
     """
 
     def __init__(self, cache: Cache | None = None) -> None:
+        if cache is not None:
+            check_cache(cache)
         if isinstance(cache, Attending):
             raise ValueError(
                 f"later layers read the keys that a cache returns, and {type(cache).__name__} does "
@@ -103,7 +109,6 @@ class SharedCache:
     def update(self, *new: Tensor) -> tuple[Part, ...]:
         """Append along dim 2; record the parts for the layers that follow, and return them."""
         before, span = self.cache.length, self.cache.span(new[0].shape[2])
-        self.last = None
         parts = self.cache.update(*new)
         self.last = _Update(before, span, parts)
         return parts

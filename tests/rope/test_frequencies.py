@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regard.rope.frequencies import plain_frequencies, require_finite, require_positive
+from regard.rope.frequencies import given, plain_frequencies, require_finite, require_positive
 
 
 @pytest.mark.parametrize(("dim", "theta"), [(2, 10_000.0), (8, 500_000.0), (6, 2)])
@@ -19,7 +19,7 @@ def test_frequencies_are_powers_of_theta(dim, theta):
 def test_numbers_that_are_not_positive_are_refused(value):
     with pytest.raises(ValueError, match=r"Yarn: factor must be finite and greater than 0, got"):
         require_positive("Yarn", factor=value)
-    require_positive("Yarn", factor=None, other=1e-9)
+    require_positive("Yarn", other=1e-9, **given(factor=None, scale=2.0))
 
 
 @pytest.mark.parametrize("value", [True, "2", None, 1j])

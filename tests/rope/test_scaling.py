@@ -294,3 +294,21 @@ def yarn(**options):
 def test_errors_say_why(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Yarn(4, original_max_position=None),
+        lambda: Llama3(4, original_max_position=None),
+        lambda: LongRope([1], [1], original_max_position=None, factor=2),
+        lambda: LinearScaling(None),
+        lambda: NTK(None),
+        lambda: Rotary(8, theta=None),
+        lambda: Rotary(None),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_a_number_that_may_not_be_left_out_is_asked_for(make):
+    with pytest.raises(TypeError, match="must be a number, got None"):
+        make()

@@ -24,13 +24,16 @@ def plain_frequencies(
 
 
 def require_positive(owner: str, **values: Any) -> None:
-    """Raise TypeError or ValueError unless every value is None or a finite number above 0."""
+    """Raise TypeError or ValueError unless every value is a finite number above 0."""
     for name, value in values.items():
-        if value is None:
-            continue
         _require_number(owner, name, value)
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{owner}: {name} must be finite and greater than 0, got {value!r}")
+
+
+def given(**optional: Any) -> dict[str, Any]:
+    """The numbers that are not None."""
+    return {name: value for name, value in optional.items() if value is not None}
 
 
 def require_finite(owner: str, **values: Any) -> None:

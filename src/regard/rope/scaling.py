@@ -14,7 +14,7 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from regard.constants import Device, device_vector
-from regard.rope.frequencies import plain_frequencies, require_finite, require_positive
+from regard.rope.frequencies import given, plain_frequencies, require_finite, require_positive
 from regard.words import code_of
 
 Length = Shaped[Tensor, ""] | None
@@ -117,9 +117,8 @@ class NTK:
     softmax_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        require_positive(
-            "NTK", factor=self.factor, original_max_position=self.original_max_position
-        )
+        length = given(original_max_position=self.original_max_position)
+        require_positive("NTK", factor=self.factor, **length)
 
     @property
     def uses_length(self) -> bool:
@@ -187,9 +186,10 @@ class Yarn:
     uses_length: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "truncate"}
-        unused = {name: None for name in ("mscale", "mscale_all_dim") if not numbers[name]}
-        require_positive("Yarn", **(numbers | unused))
+        names = ("factor", "original_max_position", "beta_fast", "beta_slow")
+        scales = given(mscale=self.mscale or None, mscale_all_dim=self.mscale_all_dim or None)
+        scales |= given(attention_factor=self.attention_factor)
+        require_positive("Yarn", **{name: getattr(self, name) for name in names}, **scales)
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"Yarn: beta_fast={self.beta_fast} counts rotations of the fast pairs and must not "
@@ -326,8 +326,8 @@ class LongRope:
                 f"LongRope: short_factor has {len(self.short_factor)} entries and long_factor "
                 f"{len(self.long_factor)}; both need dim / 2"
             )
-        numbers = ("factor", "original_max_position", "attention_factor")
-        require_positive("LongRope", **{name: getattr(self, name) for name in numbers})
+        numbers = {"factor": self.factor, "original_max_position": self.original_max_position}
+        require_positive("LongRope", **numbers, **given(attention_factor=self.attention_factor))
         if self.original_max_position <= 1:
             raise ValueError("LongRope: original_max_position must be above 1, whose log is 0")
         if self.attention_factor is None:

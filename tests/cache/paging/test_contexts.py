@@ -122,6 +122,19 @@ def test_active_adapters_are_found():
     assert len(keys) == 3
 
 
+def test_numbers_in_containers_of_a_module_count_as_its_own_do():
+    model, keys = nn.Sequential(nn.Linear(2, 2)), set()
+    states = [{"a": 1.0}, {"a": 5.0}, {"b": 1.0}, {"a": [1.0, True]}, {"a": {"b": (1.0,)}}]
+    for state in states:
+        model[0].scaling = state  # as PEFT has it: of each adapter
+        keys.add(context_of(model).key)
+    assert len(keys) == len(states)
+    del model[0].scaling
+    without = context_of(model)
+    model[0].names = {"a": object(), "b": "text"}
+    assert context_of(model) == without
+
+
 def test_names_tell_contexts_apart_as_nothing_else_does():
     names = ["", "a", '", "', "float32"]
     assert len({context_of(LAYER, name=each) for each in names}) == 4

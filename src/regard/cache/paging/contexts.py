@@ -99,17 +99,22 @@ def _computation(model: nn.Module) -> bytes:
 
 
 def _arguments_of(module: nn.Module) -> Any:
-    """The arguments of a layer of regard; of another module its description, and the numbers among
-    its attributes, such as a scale, which may be changed."""
+    """The arguments of a layer of regard; of another module its description, and the numbers in its
+    attributes, such as a scale, or PEFT's of each adapter: they may be changed."""
     arguments = vars(module).get("arguments")
     if isinstance(arguments, dict):
         return {key: value for key, value in arguments.items() if key not in _HOW}
-    numbers = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, int | float) and name[:1] != "_" and name not in _WITHOUT_EFFECT
-    }
-    return module.extra_repr(), numbers
+    names = (each for each in vars(module) if each[:1] != "_" and each not in _WITHOUT_EFFECT)
+    return module.extra_repr(), list(_numbers_in({each: vars(module)[each] for each in names}))
+
+
+def _numbers_in(value: Any) -> Iterator[Any]:
+    """A number, or those in a container and the containers in it, after their keys or places."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from ((str(key), number) for number in _numbers_in(each))
 
 
 def _ropes_of(module: nn.Module) -> Iterator[Any]:

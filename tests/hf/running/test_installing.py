@@ -294,6 +294,45 @@ def test_attention_that_is_not_known_calls_regard_and_says_how_it_differs():
         assert len(seen) == 2
 
 
+PARTS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 99}
+PARTS |= {"num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
+@pytest.mark.parametrize("order", [("eager", "sdpa"), ("sdpa", "eager"), ("regard", "sdpa")])
+def test_attention_that_calls_regard_reads_the_masks_that_its_model_makes_now(order, copied):
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**PARTS)).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4)
+    given = {"input_ids": tokens(2, 7)}
+    before = run(model, given)
+    model.set_attn_implementation(regard.hf.register())
+    model.set_attn_implementation(order[0])
+    regard.hf.install(model)
+    model = copied(model)
+    for implementation in (*order, "eager"):
+        model.set_attn_implementation(implementation)
+        torch.testing.assert_close(run(model, given), before, **CLOSE)
+        assert model.config._attn_implementation == implementation
+    regard.hf.uninstall(model)
+    assert model.model.layers[0].self_attn.config is model.config
+
+
+def test_attention_that_calls_regard_reads_its_models_config_as_it_is_now():
+    model = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**PARTS)).eval()
+    other, given = copy.deepcopy(model), {"input_ids": tokens(2, 7)}
+    before = run(model, given)
+    regard.hf.install(model)
+    model.config.clip_qkv = other.config.clip_qkv = 1e-3
+    assert not run(other, given).equal(before)
+    torch.testing.assert_close(run(model, given), run(other, given), **CLOSE)
+    module = model.model.layers[0].self_attn
+    module.config.clip_qkv = None
+    assert model.config.clip_qkv is None
+    regard.hf.uninstall(model)
+    assert module.config is model.config
+
+
 def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="no attention module that regard knows"):
         regard.hf.install(nn.Linear(2, 2))

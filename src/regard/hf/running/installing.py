@@ -6,7 +6,6 @@ so `generate` works as before.
 """
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -225,13 +224,9 @@ def _call_regard(module: Any) -> None:
     """Let this module alone find regard where its config names the attention function, the config
     of the model stays; or in the place of its method."""
     if not calls_the_interface(module):
-        return replace(module, registering.METHOD, method(registering.attend, module))
-    if vars(module).get("_before_regard", {}).get("config") is not None:
-        return
-    config = copy(module.config)
-    vars(config)["_masks_before_regard"] = module.config._attn_implementation
-    vars(config)["_attn_implementation_internal"] = registering.register()
-    replace(module, "config", config)
+        replace(module, registering.METHOD, method(registering.attend, module))
+    elif not isinstance(module.config, registering.NamingRegard):
+        replace(module, "config", registering.NamingRegard(module.config))
 
 
 def uninstall(model: nn.Module) -> None:

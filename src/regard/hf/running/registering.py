@@ -115,6 +115,27 @@ def attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
+class NamingRegard:
+    """A config of transformers as one module sees it: it names regard as the attention function.
+    All else is that of the config itself, whenever it changes."""
+
+    def __init__(self, config: Any) -> None:
+        vars(self).update(_config=config, _attn_implementation=register())
+
+    @property
+    def _masks_before_regard(self) -> Any:
+        return self._config._attn_implementation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __reduce__(self) -> Any:
+        return NamingRegard, (self._config,)
+
+
 # ---- modules that hand their heads to a method `_attn(query, key, value, mask)` ----
 
 

@@ -147,13 +147,30 @@ def replaced(model):
     return lambda: vars(mlp).pop("forward")
 
 
+def replaced_after_install(model):
+    attention = model.model.layers[0].self_attn
+    regard.hf.install(model)
+    ours = attention.forward
+
+    def tripled(*args, **given):
+        out, weights = ours(*args, **given)
+        return 3 * out, weights
+
+    def undo():
+        attention.forward = ours
+        regard.hf.uninstall(model)
+
+    attention.forward = tripled
+    return undo
+
+
 def scaled(model):
     attention = model.model.layers[0].self_attn
     attention.scaling *= 4
     return lambda: setattr(attention, "scaling", attention.scaling / 4)
 
 
-@pytest.mark.parametrize("change", [steered, replaced, scaled])
+@pytest.mark.parametrize("change", [steered, replaced, replaced_after_install, scaled])
 def test_what_is_changed_around_the_weights_is_not_mixed(change, pool):
     model, ids = model_of("llama"), tokens(1, 18)
     write(model, ids, paged(model, pool))

@@ -79,6 +79,28 @@ def test_an_offloaded_model_writes_what_it_wrote_in_memory(kind, where, ours, tm
         torch.testing.assert_close(away(ids).logits, wanted, **CLOSE)
 
 
+@pytest.mark.parametrize("where", OFFLOADED)
+def test_sinks_that_are_offloaded_are_loaded_for_regard(where, tmp_path):
+    model, ids = ZOO["gpt-oss"].build("eager"), tokens(2, 9)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        away = OFFLOADED[where](model, tmp_path)
+        for change in (regard.hf.install, regard.hf.uninstall):
+            change(away)
+            torch.testing.assert_close(away(ids).logits, wanted, **CLOSE)
+    assert next(iter(attention_modules(away).values())).sinks.is_meta
+
+
+def test_regard_is_uninstalled_below_hooks_that_came_later():
+    model, ids = ZOO["gpt-oss"].build("eager"), tokens(2, 9)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        regard.hf.install(model)
+        to_the_cpu(model)
+        regard.hf.uninstall(model)
+        assert model(ids).logits.equal(wanted)
+
+
 @pytest.mark.parametrize("name", ["kv_b_proj", "o_proj", "q_proj", "kv_a_proj"])
 @pytest.mark.parametrize("kind", ["deepseek", "latent KV"])
 def test_a_projection_whose_forward_was_replaced_is_called(kind, name):

@@ -5,17 +5,20 @@ import json
 import pickle
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 import regard.hf
 from interpreters import run_python
 from regard.hf import attention_modules, packages
-from regard.hf.running import calls, heads
+from regard.hf.running import calls, heads, latent
+from regard.hf.running.binding import is_bound
 from regard.hf.running.masks import visible
 from session import LONG
 from tiny import tiny
@@ -30,15 +33,91 @@ def run(model, given):
         return result(model(**given))
 
 
-def test_a_forward_that_was_replaced_before_is_restored():
-    model = ZOO["llama"].build()
-    attention = next(iter(attention_modules(model).values()))
-    theirs = attention.forward
-    attention.forward = theirs
-    regard.hf.install(model)
-    assert attention.forward is not theirs
+PARTS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 99}
+PARTS |= {"num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+
+
+def halved(module, *args, **given):
+    out, weights = type(module).forward(module, *args, **given)
+    return out / 2, weights
+
+
+class Halving(ModelHook):
+    def post_forward(self, module, output):
+        return output[0] / 2, output[1]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi"])
+def test_a_forward_that_was_set_on_a_module_stays_and_is_reported(name):
+    config = getattr(transformers, f"{name}Config")(**PARTS)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    first, given = "model.layers.0.self_attn", {"input_ids": tokens(2, 7)}
+    patched = model.get_submodule(first)
+    theirs = patched.forward = partial(halved, patched)
+    before = run(model, given)
+    report = regard.hf.install(model)
+    torch.testing.assert_close(run(model, given), before, **CLOSE)
+    assert f"{type(patched).__name__} has a forward of its own, which stays" in str(report)
+    assert first in report.called
     regard.hf.uninstall(model)
-    assert attention.forward is theirs
+    assert patched.forward is theirs
+    assert run(model, given).equal(before)
+
+
+def test_a_method_that_was_set_on_a_module_stays():
+    config = transformers.GPTJConfig(vocab_size=99, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)
+    model, given = transformers.GPTJForCausalLM(config).eval(), {"input_ids": tokens(2, 7)}
+    for module in (each for each in model.modules() if hasattr(each, "_attn")):
+        module._attn = partial(halved_method, module)
+    before = run(model, given)
+    with pytest.raises(ValueError, match="so regard cannot run it"):
+        regard.hf.install(model)
+    assert run(model, given).equal(before)
+
+
+def halved_method(module, *args):
+    out, weights = type(module)._attn(module, *args)
+    return out / 2, weights
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_hooks_of_accelerate_stay_and_may_go_before_regard_does(name):
+    model, given = ZOO[name].build(), inputs(name)
+    modules, plain = attention_modules(model).values(), run(model, given)
+    for module in modules:
+        add_hook_to_module(module, Halving())
+    before = run(model, given)
+    report = regard.hf.install(model)
+    assert len(report.layers) == len(modules) and not report.called
+    torch.testing.assert_close(run(model, given), before, **CLOSE)
+    regard.hf.uninstall(model)
+    assert run(model, given).equal(before) and not any(map(is_bound, modules))
+    regard.hf.install(model)
+    for module in modules:
+        remove_hook_from_module(module)
+        assert module.forward.func in (heads.forward, latent.forward)
+    torch.testing.assert_close(run(model, given), plain, **CLOSE)
+    regard.hf.uninstall(model)
+    assert run(model, given).equal(plain)
+
+
+@pytest.mark.parametrize("later", ["a hook", "a patch"])
+def test_a_forward_that_was_set_after_regards_stays(later):
+    model, given = ZOO["llama"].build(), inputs("llama")
+    attention = next(iter(attention_modules(model).values()))
+    regard.hf.install(model)
+    if later == "a hook":
+        add_hook_to_module(attention, Halving())
+    else:
+        attention.forward = partial(halved, attention)
+    theirs, before = attention.forward, run(model, given)
+    regard.hf.install(model)
+    torch.testing.assert_close(run(model, given), before, **CLOSE)
+    regard.hf.uninstall(model)
+    assert attention.forward is theirs and "precision" not in vars(attention)
+    torch.testing.assert_close(run(model, given), before, **CLOSE)
+    if later == "a hook":
+        assert attention._old_forward.__func__ is type(attention).forward
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
@@ -292,10 +371,6 @@ def test_attention_that_is_not_known_calls_regard_and_says_how_it_differs():
         regard.hf.uninstall(model)
         assert run(model, given).equal(before)
         assert len(seen) == 2
-
-
-PARTS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 99}
-PARTS |= {"num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
 
 
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])

@@ -22,7 +22,7 @@ from regard.hf.families.recognising import family_of
 from regard.hf.generating.layer_kinds import LayerKind, layer_kinds, layers_of
 from regard.hf.generating.paged import PagedGenerationCache
 from regard.hf.generating.watching import called_module, is_own
-from regard.hf.running.binding import is_bound
+from regard.hf.running.binding import bound_forward, is_bound
 from regard.whole_file import check_can_write, errors_that_name
 
 ROWS = 32  # texts of the model's greatest length that fit a pool, unless `tokens=` says otherwise
@@ -123,7 +123,7 @@ def _changes(model: nn.Module) -> str:
         hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
         found += [f"{name} hook {number}" for number, hook in hooks if not is_own(hook)]
         own = vars(module).get("forward")
-        if own is not None and not is_bound(module):
+        if own is not None and own is not bound_forward(module):
             found.append(f"{name} forward {_number(own)}")
     return f" {_PROCESS} {', '.join(found)}" if found else ""
 

@@ -5,26 +5,42 @@ installed model is installed too, and can be uninstalled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-_BEFORE = "_before_regard"  # {name of an attribute: its value before; None if it had none}
+_BEFORE = "_before_regard"  # {name: (its value before, None if it had none; regard's value)}
+_WRAPPED = "_old_forward"  # where a hook of accelerate, which is the forward, has the one it calls
 
 
 def replace(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute of this module alone, until `restore`."""
-    before = module.__dict__.setdefault(_BEFORE, {})
-    before.setdefault(name, module.__dict__.get(name))
-    module.__dict__[name] = value
+    """Set an attribute of this module alone, until `restore`; a hook of accelerate stays."""
+    own, before = module.__dict__, module.__dict__.setdefault(_BEFORE, {})
+    slot = _WRAPPED if name == "forward" and _WRAPPED in own else name
+    first, _ = before.get(name, (own.get(slot), None))
+    before[name] = first, value
+    own[slot] = value
 
 
 def restore(module: nn.Module) -> None:
-    """Put back what was there before the first `replace`; nothing is done if there was none."""
-    for name, value in module.__dict__.pop(_BEFORE, {}).items():
-        _put(module, name, value)
+    """Put back what was there before the first `replace`, but where somebody else has set another
+    value since; nothing is done if there was none."""
+    for name, (value, ours) in module.__dict__.pop(_BEFORE, {}).items():
+        if module.__dict__.get(name) is ours:
+            _put(module, name, value)
+        if module.__dict__.get(_WRAPPED) is ours:  # accelerate calls what is there
+            _put(module, _WRAPPED, value or MethodType(type(module).forward, module))
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether somebody has set a forward of this module alone, other than a hook of accelerate."""
+    found = module.__dict__.get(_WRAPPED, module.__dict__.get("forward"))
+    if found is None or getattr(found, "__func__", None) is type(module).forward:
+        return False
+    return found is not bound_forward(module)
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
@@ -53,16 +69,19 @@ def function_of(module: nn.Module, name: str) -> Callable[..., Any] | None:
     return getattr(module.__dict__.get(name), "func", None)
 
 
+def bound_forward(module: nn.Module) -> Any:
+    """What `bind` has put in the place of this module's forward; None if it has not."""
+    return module.__dict__.get(_BEFORE, {}).get("forward", (None, None))[1]
+
+
 def is_bound(module: nn.Module) -> bool:
     """Whether `bind` has replaced the forward of this module."""
-    return "forward" in module.__dict__.get(_BEFORE, {})
+    return bound_forward(module) is not None
 
 
-@contextmanager
-def bound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def bound(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
     """The module with another forward inside of the `with` block."""
-    with all_bound([(module, forward)]):
-        yield
+    return all_bound([(module, forward)])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from regard.hf.families.recognising import family_of, known_family, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
 from regard.hf.running import heads, latent, registering
-from regard.hf.running.binding import bind, method, replace, restore
+from regard.hf.running.binding import bind, is_patched, method, replace, restore
 from regard.hf.running.decoder_layers import bind_layers
 from regard.hf.running.probing import disagreement
 from regard.hf.running.products import bind_linear
@@ -132,9 +132,10 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     once, as one stream, where nothing wants gradients. In half precision on a processor with AVX2
     alone, more tokens are multiplied in float32, since torch has no quick kernels for them there.
 
-    Classes, children, parameters and hooks stay; `uninstall` restores. Attention of an unknown
-    family is left as it is, and the report names it. `output_attentions=True` works under every
-    implementation: weights are computed only then.
+    Classes, children, parameters and hooks stay, those of accelerate too; `uninstall` restores.
+    Attention of an unknown family, or with a forward that was set on the module, runs by its own
+    forward, and the report names it. `output_attentions=True` works under every implementation:
+    weights are computed only then.
 
     Args:
         model: one with attention of a known family.
@@ -169,11 +170,11 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     for module in (*found.known.values(), *found.unknown.values()):
         _check_readable(module)
     agreeing = [name for name, each in found.known.items() if _agrees(each)]
-    own = {name: found.known[name] for name in agreeing if family_of(found.known[name])}
+    own = {n: m for n in agreeing if family_of(m := found.known[n]) and not is_patched(m)}
     others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
     calling = {name: list(filter(_can_call, m.modules())) for name, m in others.items()}
     if not own and not any(calling.values()):
-        differences = sorted({_difference_of(type(each)) for each in others.values()})
+        differences = sorted(set(map(_difference_of, others.values())))
         unknown = unknown_attention(model, Found(own, others))
         raise ValueError("; ".join([unknown, *differences, NO_WAY]))
     layers = tuple(_describe(name, module, precision) for name, module in own.items())
@@ -184,19 +185,18 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     for module in chain.from_iterable(calling.values()):
         replace(module, "precision", precision)
         _call_regard(module)
-    why = {name: _difference_of(type(each)) for name, each in others.items()}
-    called = {name: reason for name, reason in why.items() if calling[name]}
-    left = {
-        name: f"{type(others[name]).__name__} has no row in regard.hf.families"
-        for name in why
-        if name not in called
-    }
+    called = {name: _difference_of(each) for name, each in others.items() if calling[name]}
+    none = "has no row in regard.hf.families"
+    left = {name: _difference_of(m, none) for name, m in others.items() if name not in called}
     bound = (bind_linear(model), bind_layers(model)) if linear else (0, 0)
     return Installation(type(model).__name__, layers, left, called, *bound)
 
 
-def _difference_of(kind: Any) -> str:
-    return f"{kind.__name__} {nearest(kind)}"
+def _difference_of(module: nn.Module, otherwise: str = "") -> str:
+    """In words: why a module runs by its own forward."""
+    kind: Any = type(module)
+    why = "has a forward of its own, which stays" if is_patched(module) else otherwise
+    return f"{kind.__name__} {why or nearest(kind)}"
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:

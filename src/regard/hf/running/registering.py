@@ -146,8 +146,10 @@ def can_attend(module: Any) -> bool:
     caches. GPT-Neo's method differs: it hides keys itself. Tried on random heads, one of two rows
     padded.
     """
-    own = getattr(type(module), METHOD, None)
+    own, patch = getattr(type(module), METHOD, None), vars(module).get(METHOD)
     if own is None or not any(hasattr(module, each) for each in DIVISORS):
+        return False
+    if patch is not None and getattr(patch, "func", None) is not attend:
         return False
     made = torch.Generator("cpu").manual_seed(0)
     plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are

@@ -158,12 +158,56 @@ def test_sizes_are_for_reading():
         ({"attention": "flash"}, "attention='flash' is not one of regard, interface"),
         ({"tokenizer": None}, "has no tokenizer, which a prompt needs"),
         ({"model": ZOO["bert"].build()}, "BertModel does not generate text"),
+        *[
+            ({"temperature": each}, "temperature is a number, 0 or more, got")
+            for each in (-1.0, float("nan"), float("inf"), "1")
+        ],
+        ({"max_new_tokens": 2.5}, "max_new_tokens is a whole number, got 2.5"),
+        ({"max_new_tokens": "3"}, "max_new_tokens is a whole number, got '3'"),
+        ({"max_new_tokens": 0}, "max_new_tokens is at least 1, got 0"),
+        ({"cache": "paged", "pool": 3}, "pool is a PagePool, got int"),
     ],
 )
 def test_what_cannot_be_written_is_a_sentence(loaded, options, message, unchecked):
     given = {"model": loaded[0], "tokenizer": loaded[1], "prompt": PROMPT, **options}
     with pytest.raises(ValueError, match=message):
         regard.hf.write(**given)
+
+
+@pytest.mark.parametrize("option", [{"prompt": ["a", "b"]}, {"cache": 3}, {"cache": None}])
+def test_texts_are_text(loaded, option, unchecked):
+    ((name, value),) = option.items()
+    given = {"prompt": PROMPT, **option}
+    with pytest.raises(TypeError, match=re.escape(f"{name} is text, got {value!r}")):
+        regard.hf.write(*loaded, **given)
+
+
+@pytest.mark.parametrize("attention", ["interface", "transformers"])
+def test_an_installation_stays_and_is_not_measured_under_another_name(loaded, attention):
+    model, tokenizer = loaded
+    regard.hf.install(model, precision="fast", linear=False)
+    before = {name: dict(vars(each)) for name, each in model.named_modules()}
+    try:
+        with pytest.raises(
+            ValueError, match=r"while regard is in the model; call regard\.hf\.unin"
+        ):
+            regard.hf.write(model, tokenizer, PROMPT, attention=attention, max_new_tokens=2)
+        regard.hf.write(model, tokenizer, PROMPT, max_new_tokens=2)
+        for name, module in model.named_modules():
+            assert all(vars(module).get(key) is each for key, each in before[name].items())
+    finally:
+        regard.hf.uninstall(model)
+
+
+def test_regard_as_the_implementation_is_not_measured_as_transformers(loaded):
+    model, tokenizer = loaded
+    before = model.config._attn_implementation
+    model.set_attn_implementation(regard.hf.register())
+    try:
+        with pytest.raises(ValueError, match="attention='transformers' does not run while"):
+            regard.hf.write(model, tokenizer, PROMPT, attention="transformers", max_new_tokens=2)
+    finally:
+        model.set_attn_implementation(before)
 
 
 def command(monkeypatch, *arguments):

@@ -57,7 +57,7 @@ def paged(
     if pool is None:
         pool = _pool_for(module, sum(each.has_keys for each in kinds), format, tokens, page_size)
     else:
-        _check_pool(pool, format, tokens, page_size)
+        check_pool(pool, format, tokens, page_size)
     described = None
     if prefixes and not model.config.is_encoder_decoder:
         module_of = ref(module)
@@ -86,7 +86,8 @@ def _pool_for(
     return PagePool(layers * -(-tokens // size), size, format="plain" if format is None else format)
 
 
-def _check_pool(pool: Any, format: Any, tokens: Any, page_size: Any) -> None:
+def check_pool(pool: Any, format: Any, tokens: Any = None, page_size: Any = None) -> None:
+    """Raise a ValueError unless it is a pool with what else was given."""
     if not isinstance(pool, PagePool):
         raise ValueError(f"pool is a PagePool, got {type(pool).__name__}; make PagePool(num_pages)")
     for name, given, own in (
@@ -96,8 +97,8 @@ def _check_pool(pool: Any, format: Any, tokens: Any, page_size: Any) -> None:
     ):
         if given is not None and given != own:
             raise ValueError(
-                f"{name}={given!r} is not that of pool={pool!r}; leave {name} out, or make another "
-                "PagePool"
+                f"{name}={getattr(given, 'name', given)!r} is not that of pool={pool!r}; leave "
+                f"{name} out, or make another PagePool"
             )
 
 

@@ -1,5 +1,6 @@
 """Text from a prompt, with its time and memory: what `regard generate` shows."""
 
+import math
 import statistics
 import sys
 import time
@@ -8,17 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from regard.cache.streams import check_whole
 from regard.hf.generating.cache_of_model import cache as cache_for
 from regard.hf.generating.cache_of_model import paired
 from regard.hf.generating.watching import argument_of
 from regard.hf.packages import require
+from regard.hf.running.binding import is_changed
 from regard.hf.running.installing import install, uninstall
-from regard.hf.running.registering import register
+from regard.hf.running.registering import NAME, register
 from regard.ops.observed import backends_run, names
 from regard.turns import Ratio
 from regard.words import counted, one_of
@@ -110,7 +114,8 @@ def write(
         model: a transformers model that generates.
         tokenizer: its tokenizer, as `regard.hf.load` returns it.
         prompt: what to continue, or to answer if `chat`.
-        attention: `"regard"` installs, `"interface"` registers, `"transformers"` does neither.
+        attention: `"regard"` installs, unless the model has regard already, `"interface"`
+            registers, `"transformers"` does neither.
         cache: a name of `regard.hf.cache`, as `"auto"`, `"growing"`, `"int8"` or `"paged"`;
             or `"transformers"`.
         max_new_tokens: when to stop, unless the model ends earlier.
@@ -125,7 +130,7 @@ def write(
 
     Raises:
         ValueError: if the model does not generate, there is no tokenizer, the prompt is empty, or
-            a name is not one of those above.
+            a name is not one of those above; if regard is in the model and `attention` is another.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -143,6 +148,7 @@ def write(
     """
     require("transformers")
     _check(model, tokenizer, attention)
+    _check_values(prompt, cache, max_new_tokens, temperature)
     cache = cache_name(cache)
     _check_pages(cache, format, pool)
     inputs = _encoded(tokenizer, prompt, chat).to(model.device)
@@ -205,14 +211,14 @@ def cache_name(name: str) -> str:
 def _attention_of(model: Any, attention: str) -> Iterator[None]:
     """The model with the chosen attention, inside of the `with` block."""
     before = model.config._attn_implementation
-    if attention == "regard":
+    if installs := attention == "regard" and not is_changed(model):
         install(model)
     elif attention == "interface":
         model.set_attn_implementation(register())
     try:
         yield
     finally:
-        if attention == "regard":
+        if installs:
             uninstall(model)
         elif attention == "interface":
             model.set_attn_implementation(before)
@@ -225,16 +231,31 @@ def _check(model: Any, tokenizer: Any, attention: str) -> None:
         raise ValueError(f"{type(model).__name__} has no tokenizer, which a prompt needs")
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
+    named = attention == OTHERS and model.config._attn_implementation == NAME
+    if attention != "regard" and (named or is_changed(model)):
+        raise ValueError(
+            f"attention={attention!r} does not run while regard is in the model; call regard.hf."
+            'uninstall(model) and set_attn_implementation("sdpa"), or give attention="regard"'
+        )
+
+
+def _check_values(prompt: Any, cache: Any, max_new_tokens: Any, temperature: Any) -> None:
+    for name, value in (("prompt", prompt), ("cache", cache)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is text, got {value!r:.80}")
+    check_whole("max_new_tokens", max_new_tokens, least=1)
+    if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is a number, 0 or more, got {temperature!r}")
 
 
 def _check_pages(cache: str, format: str, pool: Any) -> None:
     if cache != "paged" and (format != "plain" or pool is not None):
         given = f"format={format!r}" if pool is None else f"pool={pool!r}"
         raise ValueError(f"{given} is of pages, got cache={cache!r}; give cache='paged'")
-    if pool is not None and format not in ("plain", pool.format.name):
-        raise ValueError(
-            f"format={format!r} is not that of pool={pool!r}; leave one of the two out"
-        )
+    if pool is not None:
+        from regard.hf.generating.pool_of_model import check_pool
+
+        check_pool(pool, None if format == "plain" else format)
 
 
 def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:

@@ -153,11 +153,8 @@ def _place_native(model: Any, layers: Mapping[nn.Module, Any]) -> None:
 
 def _check_native(own: Attention, layer: Attention) -> None:
     """Raise unless the module's class computes, with the layer's weights, what the layer does."""
-    differing = {
-        name: (getattr(layer, name), getattr(own, name))
-        for name in SAME
-        if getattr(layer, name) != getattr(own, name)
-    }
+    both = {name: (getattr(layer, name), getattr(own, name)) for name in SAME}
+    differing = {name: (theirs, ours) for name, (theirs, ours) in both.items() if theirs != ours}
     if not math.isclose(layer.scale, own.scale):
         differing["scale"] = layer.scale, own.scale
     existing = {name for name, _ in own.named_parameters()}

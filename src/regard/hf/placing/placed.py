@@ -77,17 +77,10 @@ class PlacedMLA(MultiHeadLatentAttention):
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
-        positions = positions_of_queries(
-            hidden_states, position_ids, cache_in(given), self.layer_idx
-        )
-        return latent.forward(
-            self,
-            hidden_states,
-            position_embeddings=positions,
-            position_ids=positions,
-            attention_mask=attention_mask,
-            **given,
-        )
+        cache = cache_in(given)
+        positions = positions_of_queries(hidden_states, position_ids, cache, self.layer_idx)
+        given |= {"position_embeddings": positions, "position_ids": positions}
+        return latent.forward(self, hidden_states, attention_mask=attention_mask, **given)
 
 
 def empty_copy(layer: LatentLayer) -> nn.Module:
@@ -115,25 +108,15 @@ def arguments_of(layer: LatentLayer) -> dict[str, Any]:
     if layer.score_bias is not None:
         raise ValueError("a layer in a model of transformers has no score_bias; set it to None")
     arguments = {name: getattr(layer, name, value) for name, value in layer.arguments.items()}
-    biased = {
-        name
-        for name, child in layer.named_children()
-        if "proj" in name and getattr(child, "bias", None) is not None
-    }
+    projections = [(name, each) for name, each in layer.named_children() if "proj" in name]
+    biased = {name for name, each in projections if getattr(each, "bias", None) is not None}
     if isinstance(layer, LatentKVAttention):
         kind = None if layer.k_norm is None else "width" if layer.norm_width else "head"
         bias = {"bias": bool(biased - {"o_proj"}), "out_bias": "o_proj" in biased}
         return arguments | bias | {"qk_norm": kind, "norm_eps": _eps_of(layer.k_norm)}
-    norm = layer.kv_a_layernorm
-    normed = not isinstance(norm, nn.Identity)
-    eps = getattr(norm, "eps", None) if normed else None
-    sinks = layer.sinks is not None
-    return arguments | {
-        "bias": biased - {"gate_proj"},
-        "latent_norm": normed,
-        "norm_eps": eps or 1e-6,
-        "sinks": sinks,
-    }
+    norm, sinks = layer.kv_a_layernorm, layer.sinks is not None
+    arguments |= {"bias": biased - {"gate_proj"}, "latent_norm": not isinstance(norm, nn.Identity)}
+    return arguments | {"norm_eps": getattr(norm, "eps", None) or 1e-6, "sinks": sinks}
 
 
 def pattern_of(window: int | None) -> Mask:

@@ -84,6 +84,11 @@ def bound(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextMana
     return all_bound([(module, forward)])
 
 
+def is_changed(model: nn.Module) -> bool:
+    """Whether an attribute of a module in it is replaced."""
+    return any(_BEFORE in module.__dict__ for module in model.modules())
+
+
 @contextmanager
 def all_bound(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Each module with another forward inside of the `with` block."""

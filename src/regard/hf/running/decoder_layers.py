@@ -159,12 +159,8 @@ def _new_plan(layer: Any) -> Plan:
     if parts is None:
         return Plan(*facts)
     first, norm, up, gate, down = parts
-    mlp = prepare(
-        1,
-        1,
-        Product(1, up, 3, norm=norm, gate=gate),
-        Product(3, down, 2, added=1, waits=True),
-    )
+    gated = Product(1, up, 3, norm=norm, gate=gate), Product(3, down, 2, added=1, waits=True)
+    mlp = prepare(1, 1, *gated)
     if mlp is None:
         return Plan(*facts)
     before = after = None

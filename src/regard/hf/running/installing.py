@@ -266,18 +266,9 @@ def _check_readable(module: Any) -> None:
 
 def _describe(name: str, module: Any, precision: str) -> InstalledLayer:
     family = known_family(module)
-    kind, heads, cached_heads, width = _cached(family, module)
-    return InstalledLayer(
-        name,
-        kind,
-        heads,
-        cached_heads,
-        width,
-        family.window_of(module),
-        tuple(_rules(family, module)),
-        _runs(family, module, PREFILL, precision),
-        _runs(family, module, DECODE, precision),
-    )
+    rules, window = tuple(_rules(family, module)), family.window_of(module)
+    runs = (_runs(family, module, span, precision) for span in (PREFILL, DECODE))
+    return InstalledLayer(name, *_cached(family, module), window, rules, *runs)
 
 
 def _cached(family: Family, module: Any) -> tuple[str, int, int, int]:

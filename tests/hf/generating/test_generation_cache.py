@@ -175,6 +175,31 @@ def test_a_layer_that_cannot_be_truncated_leaves_all(operation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_one_length_is_that_of_all_rows(kind):
+    _, cache = filled(kind=kind)
+    before = lengths(cache)
+    for wrong in (torch.tensor([13, 12]), torch.tensor(13), 12.5, 13.0, "x", None):
+        assert not cache.can_truncate(wrong)
+        with pytest.raises(ValueError, match="length is a whole number, got"):
+            cache.truncate(wrong)
+        assert lengths(cache) == before
+    assert not cache.can_truncate(-1) and cache.can_truncate(14)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_rows_are_refused_by_a_sentence(kind, new):
+    model, cache = filled(kind=kind)
+    before, logits = lengths(cache), read(model, cache)
+    for rows in (1, 3):
+        refused = pytest.raises(ValueError, match=f"has a batch of {rows}, the cache one of 2")
+        with refused, torch.no_grad():
+            model(tokens(rows, new), past_key_values=cache)
+        assert lengths(cache) == before
+        assert read(model, cache).equal(logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_held_leave_all(kind):
     model, cache = filled(kind=kind)
     logits = read(model, cache)

@@ -182,6 +182,47 @@ def test_tokens_that_cannot_be_computed_again_are_not(monkeypatch):
     assert cache.can_truncate(3)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("name", ["lfm2", "granite"])
+def test_tokens_that_failed_to_be_computed_again_are_not_lost(name, kind, error):
+    model = hybrid(name)
+    cache = new_cache(model, kind)
+    fed(model, cache, PROMPT[:, :2])
+    cache.mark()
+    fed(model, cache, PROMPT[:, 2:9])
+    expected = fed(model, cache.fork(), PROMPT[:, 9:])
+
+    def broken(module, given):
+        raise error
+
+    handle = model.model.layers[-1].register_forward_pre_hook(broken)
+    with pytest.raises(error):
+        cache.truncate(6)
+    handle.remove()
+    assert cache.get_seq_length() == 9
+    assert all(each.length == 9 for each in cache.caches)
+    fork = cache.fork()
+    torch.testing.assert_close(fed(model, fork, PROMPT[:, 9:]), expected, rtol=1e-4, atol=1e-4)
+    for length in (6, 2):
+        cache.truncate(length)
+        assert all(each.length == length for each in cache.caches)
+    with pytest.raises(ValueError, match="length is a whole number"):
+        cache.truncate(1.5)
+
+
+def test_a_call_with_gradients_can_be_forked():
+    model = hybrid("lfm2")
+    cache = regard.hf.cache(model)
+    x = model.get_input_embeddings()(PROMPT[:, :9])
+    assert x.requires_grad and not x.is_leaf
+    model(inputs_embeds=x, past_key_values=cache, use_cache=True)
+    fork = cache.fork()
+    for each in (cache, fork):
+        each.truncate(7)
+    assert fed(model, fork, PROMPT[:, 7:]).equal(fed(model, cache, PROMPT[:, 7:]))
+
+
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.inference_mode])
 def test_tokens_are_computed_again_as_they_were(grad):
     model = hybrid("granite")

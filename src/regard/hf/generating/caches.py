@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from regard.cache import Cache, KVCache, PagedCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.cache.paging.formats import GROUP
 from regard.cache.quantized import QuantizedWindow
+from regard.cache.stored import Stored
 from regard.layers.attending import Attending
 from regard.names import FORMATS
 from regard.ops.parts import concatenated
@@ -43,6 +45,16 @@ class Layer:
             for each in self.stored
         ]
         return LayerState(dict(vars(self)), caches)
+
+    def kept(self) -> LayerState:
+        """The same, to return to also after tokens were removed: a cache whose snapshot does not
+        hold them, as its pages are released, is forked."""
+        attributes, caches = self.state()
+        cache: Any = attributes.get("cache")
+        if cache is None or getattr(type(cache), "snapshot", None) is Stored.snapshot:
+            return LayerState(attributes, caches)
+        kept = attributes | {"cache": deepcopy(cache)}
+        return LayerState(kept, [(cache.length, None), *caches[1:]])
 
     def restore(self, before: LayerState) -> None:
         """Undo the updates since `state` was called; nothing else may have happened.
@@ -133,9 +145,9 @@ class CacheLayer(Layer, CacheLayerMixin):  # type: ignore[misc]
         span = self.cache.span(new)
         if isinstance(span.q_start, Tensor):
             raise ValueError(
-                f"rows of this cache hold {span.q_start.tolist()} tokens after truncate([B]), and "
-                "transformers' masks and positions count one length for all rows: stale tokens "
-                "would be visible; pad on the left instead, or truncate to a whole number"
+                f"rows of this cache hold {span.q_start.tolist()} tokens, and transformers' masks "
+                "and positions count one length for all rows: stale tokens would be visible; pad "
+                "on the left instead, or truncate to a whole number"
             )
         return span
 

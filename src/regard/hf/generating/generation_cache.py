@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 
 from regard.cache import Part, load_all, save_all, truncate_all
-from regard.cache.streams import check_rows
+from regard.cache.files import is_naturals
+from regard.cache.streams import check_rows, check_whole
 from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.states import (
     EmptyLayer,
@@ -198,6 +199,8 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     def can_truncate(self, length: int) -> bool:
         """Whether `truncate(length)` would not raise."""
         self._settle()
+        if not is_naturals([length]):
+            return False
         start = self._start_of(length)
         return all(cache.can_truncate(start) for cache in self.caches)
 
@@ -205,18 +208,27 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         """Keep the first `length` tokens in all layers.
 
         Raises:
-            ValueError: if a layer cannot; no layer is then changed.
+            ValueError: if it is no whole number, as one length is that of all rows, or a layer
+                cannot; no layer is then changed, nor if tokens cannot be computed again.
         """
         self._settle()
-        start = self._start_of(length)
-        truncate_all(self.caches, start)
-        if start < length:
-            assert self._last is not None
-            self._last.repeat(self._watched(), self, length - start)
+        start, last = self._start_of(length), self._last
+        if start == length or last is None:
+            return truncate_all(self.caches, start)
+        before = [layer.kept() for layer in self.layers]
+        try:
+            truncate_all(self.caches, start)
+            last.repeat(self._watched(), self, length - start)
+        except BaseException:
+            for layer, state in zip(self.layers, before, strict=True):
+                layer.restore(state)
+            self._last, self._before = last, None
+            raise
 
     def _start_of(self, length: int) -> int:
         """The length to return to before the tokens up to `length` are computed again: where all
         states can be had, itself."""
+        check_whole("length", length)
         if self._last is None or all(States(x).can_truncate(length) for x in self._with_states):
             return length
         past = self._last.past

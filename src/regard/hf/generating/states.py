@@ -273,6 +273,9 @@ class ModelCall(NamedTuple):
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
             model(**given)
 
+    def __deepcopy__(self, memo: Any) -> "ModelCall":
+        return self  # its tensors are only read, and those that have gradients cannot be copied
+
     def _first(self, name: str, value: Any, count: int) -> Any:
         if name == "logits_to_keep":
             return 1

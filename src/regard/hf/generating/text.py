@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -244,7 +243,7 @@ def _check_values(prompt: Any, cache: Any, max_new_tokens: Any, temperature: Any
         if not isinstance(value, str):
             raise TypeError(f"{name} is text, got {value!r:.80}")
     check_whole("max_new_tokens", max_new_tokens, least=1)
-    if not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is a number, 0 or more, got {temperature!r}")
 
 

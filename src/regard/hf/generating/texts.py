@@ -29,8 +29,8 @@ class Text(NamedTuple):
         return sum(each.shape[1] for each in self.pieces)
 
     def followed_by(self, more: "Text") -> "Text":
-        if self.whole is None or more.whole is None:
-            return more
+        if self.whole is None or more.whole is None or len(self.whole) != len(more.whole):
+            return more  # other rows: the first layer refuses them
         return Text((*self.pieces, *more.pieces), self.whole & more.whole)
 
     def joined(self) -> "Text":

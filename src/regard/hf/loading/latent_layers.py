@@ -113,6 +113,5 @@ def _add_generation_config(model: Any, folder: Path) -> None:
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(
-            str(folder), local_files_only=True
-        )
+        config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        model.generation_config = config

@@ -63,14 +63,9 @@ def visible_in(
     across: bool = False,
 ) -> Visible:
     """`visible` with the mask among the arguments of a call; `across` for cross-attention."""
-    at = visible(
-        module,
-        given.get(family.context_mask if across else family.mask),
-        queries,
-        keys,
-        window=family.window_of(module),
-        is_causal=False if across else given.get("is_causal"),
-    )
+    mask = given.get(family.context_mask if across else family.mask)
+    window, causal = family.window_of(module), False if across else given.get("is_causal")
+    at = visible(module, mask, queries, keys, window=window, is_causal=causal)
     return at if across else in_documents(module, at, given)
 
 

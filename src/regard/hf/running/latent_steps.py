@@ -68,14 +68,9 @@ def _run(
     keys, _ = form.rebuild((_part(step.held, length + 1),))[0].stored
     if not isinstance(keys, RebuiltKeys) or keys.tables is None:
         return None  # a weight is no plain matrix any more, or a position is beyond the tables
-    out = step.run_one(
-        split_heads(q, module.head_dim),
-        latent.unsqueeze(1),
-        held,
-        length,
-        Latents(keys.by_head, keys.positions, *keys.tables),
-        step.scale,
-    )
+    new = split_heads(q, module.head_dim), latent.unsqueeze(1)
+    latents = Latents(keys.by_head, keys.positions, *keys.tables)
+    out = step.run_one(*new, held, length, latents, step.scale)
     if out is None:
         return None
     cache.count(1)
@@ -111,13 +106,6 @@ def record(
 
     call, (cos, _) = here.call, part.stored[0].tables
     sizes = call.batch, call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
-    layer.step = InstalledStep(
-        settings=settings_of(family, module),
-        shape=x.shape,
-        dtype=call.dtype,
-        held=held,
-        most=most_keys(here, held[0].shape[2]),
-        run_one=LatentPlan.of(call.dtype, *sizes, cos.shape[1]).run,
-        scale=call.scale,
-        version=SPEED.version,
-    )
+    run_one = LatentPlan.of(call.dtype, *sizes, cos.shape[1]).run
+    same = settings_of(family, module), x.shape, call.dtype, held, most_keys(here, held[0].shape[2])
+    layer.step = InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)

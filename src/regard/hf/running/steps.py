@@ -151,17 +151,9 @@ def record_step(
     run_one = (_in_pages if paged else _in_buffers)(prepared, cache)
     if run_one is None:
         return
-    call = prepared.call
-    layer.step = InstalledStep(
-        settings=settings_of(family, module),
-        shape=x.shape,
-        dtype=call.dtype,
-        held=held,
-        most=most_keys(prepared, sys.maxsize if paged else held[0].shape[2]),
-        run_one=run_one,
-        scale=call.scale,
-        version=SPEED.version,
-    )
+    call, most = prepared.call, most_keys(prepared, sys.maxsize if paged else held[0].shape[2])
+    same = settings_of(family, module), x.shape, call.dtype, held, most
+    layer.step = InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)
 
 
 def _in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] | None:

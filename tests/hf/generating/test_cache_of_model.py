@@ -308,11 +308,44 @@ def test_a_cache_is_reset_and_used_again():
         ("growing", {"bits": 8}, "kind='growing' takes no options, got bits=8"),
         ("quantized", {"bits": 3}, "bits is 8 or 4, got 3"),
         ("sliding", {}, "no layer of LlamaForCausalLM has a window"),
+        ("quantized", {"bits": 0}, "bits is 8 or 4, got 0"),
+        ("evicting", {"bits": 0}, "bits is 8 or 4, got 0"),
+        *[
+            (kind, {"bits": 4, "format": "K8V8"}, "format='K8V8' has bits of its own, got bits=4;")
+            for kind in ("quantized", "evicting")
+        ],
+        ("int4", {"format": "K8V8"}, "format='K8V8' has bits of its own, got bits=4;"),
+        *[
+            (kind, {"rollback": wrong}, "rollback is ")
+            for kind in ("auto", "sliding", "quantized", "int8")
+            for wrong in (-1, "x", 2.5)
+        ],
     ],
 )
 def test_what_is_no_cache_is_a_sentence(kind, options, message):
     with pytest.raises(ValueError, match=message):
         regard.hf.cache(model_of("llama"), kind, **options)
+
+
+@pytest.mark.parametrize("model", ["llama", None, 3, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_a_sentence(model):
+    for kind in ("auto", "paged", KVCache):
+        with pytest.raises(TypeError, match=r"model is one of transformers, .* got (str|N|int|L)"):
+            regard.hf.cache(model, kind)
+
+
+@pytest.mark.parametrize("kind", [int, list, lambda: None, lambda: KVCache])
+def test_a_function_that_makes_no_cache_is_refused(kind):
+    with pytest.raises(TypeError, match="kind is a function that makes a cache of regard, got"):
+        regard.hf.cache(model_of("llama"), kind)
+
+
+def test_the_way_out_of_frequencies_that_change_is_an_option():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = model_of("llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"or regard\.hf\.cache prefixes=False"):
+        regard.hf.cache(model, "paged")
+    regard.hf.cache(model, "paged", prefixes=False)
 
 
 def test_layers_that_cache_something_else_are_refused():

@@ -137,7 +137,7 @@ def _refuse_length(uses_length: bool, rope: Any) -> None:
         raise ValueError(
             f"the frequencies of {rope!r} change with the length of a call, so that the keys of a "
             "prefix depend on what followed it; if no call is longer than the original context, "
-            "give Context(fingerprint(model), 'a description of your own')"
+            "give Context(fingerprint(model), 'a text of yours'), or regard.hf.cache prefixes=False"
         )
 
 

@@ -53,6 +53,7 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             and the model has no windows, layers of it cache something other than keys, the pool
             holds pages of other weights, or RoPE's frequencies change with the length of a call, so
             that no prefix can be shared.
+        TypeError: if the model is none of transformers, or a function makes no cache.
         ImportError: if transformers is missing.
 
     Examples:
@@ -146,9 +147,7 @@ def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -
     parameters = inspect.signature(maker).parameters
     unknown = [name for name in options if name not in parameters]
     missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in options
+        n for n, each in parameters.items() if each.default is each.empty and n not in options
     ]
     if unknown or missing:
         takes = ", ".join(f"{name}=" for name in parameters) or "no options"

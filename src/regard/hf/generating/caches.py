@@ -13,6 +13,7 @@ from regard.cache import Cache, KVCache, PagedCache, Part, QuantizedCache, Slidi
 from regard.cache.paging.formats import GROUP
 from regard.cache.quantized import QuantizedWindow
 from regard.cache.stored import Stored
+from regard.cache.streams import check_whole
 from regard.layers.attending import Attending
 from regard.names import FORMATS
 from regard.ops.parts import concatenated
@@ -220,14 +221,16 @@ def static(*, max_length: int) -> Callable[[int | None], Cache]:
 
 def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
     """The window of layers that have one, and `rollback` more tokens; all tokens of others."""
+    check_whole("rollback", rollback, least=0)  # of a model without windows, too
     return _by_window(KVCache, lambda window: SlidingCache(window, rollback))
 
 
 def quantized(
-    *, bits: int = 8, group: int = GROUP, format: str | None = None, rollback: int = 0
+    *, bits: int | None = None, group: int = GROUP, format: str | None = None, rollback: int = 0
 ) -> Callable[[int | None], Cache]:
     """As `sliding`, in codes of 8 or 4 bits, or of a format such as "K8V4"."""
-    codes: dict[str, Any] = {"bits": bits, "group": group, "format": format}
+    check_whole("rollback", rollback, least=0)
+    codes = _codes(bits, group, format)
     windowed = partial(QuantizedWindow, rollback=rollback, **codes)
     return _by_window(partial(QuantizedCache, **codes), windowed)
 
@@ -247,8 +250,15 @@ def evicting(
     own = budget, score or ExpectedAttention(), sinks, recent
     if bits is None and format is None:
         return _by_window(partial(EvictingCache, *own), SlidingCache)
-    codes: dict[str, Any] = {"bits": bits or 8, "group": group, "format": format}
+    codes = _codes(bits, group, format)
     return _by_window(partial(QuantizedEvicting, *own, **codes), partial(QuantizedWindow, **codes))
+
+
+def _codes(bits: int | None, group: int, format: str | None) -> dict[str, Any]:
+    """The options of a cache of codes. Raises a ValueError for bits beside those of a format."""
+    if bits is not None and format is not None:
+        raise ValueError(f"{format=} has bits of its own, got {bits=}; leave one of the two out")
+    return {"bits": 8 if bits is None else bits, "group": group, "format": format}
 
 
 def _by_window(
@@ -259,7 +269,14 @@ def _by_window(
 
 def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
     """The caches of the caller: what `make` returns, for each layer."""
-    return lambda window: make()
+
+    def checked(window: int | None) -> Cache:
+        found: Any = make()
+        if isinstance(found, type) or not isinstance(found, Cache):
+            raise TypeError(f"kind is a function that makes a cache of regard, got {found!r:.80}")
+        return found
+
+    return checked
 
 
 AUTO, PAGED, EVICTING = "auto", "paged", "evicting"

@@ -45,7 +45,10 @@ def layer_kinds(model: Any) -> list[LayerKind]:
     A ValueError is raised if the model takes no cache, no layer caches keys, or a layer caches
     something other than keys, values and states.
     """
-    module = called_module(model)
+    module: Any = called_module(model)
+    if not hasattr(getattr(module, "config", None), "get_text_config"):
+        got = type(module).__name__
+        raise TypeError(f"model is one of transformers, as regard.hf.load returns, got {got}")
     takes = inspect.signature(module.forward).parameters
     if "input_ids" in takes and not cache_argument(module.forward):
         raise ValueError(

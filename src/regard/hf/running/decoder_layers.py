@@ -168,13 +168,8 @@ def _new_plan(layer: Any) -> Plan:
         *into, out = (Matrix(each.weight, each.bias) for each in projections)
         products = (Product(1, x, i, norm=first) for i, x in enumerate(into, 2))
         before = prepare(1, len(into), *products)
-        after = prepare(
-            2,
-            1,
-            Product(1, out, 4, added=2),
-            Product(4, up, 5, norm=norm, gate=gate, waits=True),
-            Product(5, down, 3, added=4, waits=True),
-        )
+        added, last = Product(1, out, 4, added=2), Product(5, down, 3, added=4, waits=True)
+        after = prepare(2, 1, added, Product(4, up, 5, norm=norm, gate=gate, waits=True), last)
     both = before is not None and after is not None
     return Plan(*facts, mlp, before if both else None, after if both else None)
 

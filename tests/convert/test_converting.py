@@ -88,6 +88,24 @@ def test_too_little_text_is_refused():
         convert(model, [target_of("mqa", shipped_of(model))], tokens(2, 20))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (torch.full((8, 128), 99), r"tokens are in 0\.\.\d+, as the model has them, got 99 to 99"),
+        (torch.full((8, 128), -1), "as the model has them, got -1 to -1"),
+        (torch.rand(8, 128), r"got torch\.float32; as windows_of makes them"),
+        (torch.ones(8, 128).bool(), r"got torch\.bool; as windows_of makes them"),
+        ([[1] * 128] * 8, "got list; as windows_of makes them"),
+        (None, "got NoneType; as windows_of makes them"),
+    ],
+)
+def test_text_that_the_model_does_not_have_is_refused_before_any_work(text, message, unchecked):
+    model = tiny("llama")
+    model.register_forward_pre_hook(lambda *given: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match=message):
+        convert(model, [target_of("mqa", shipped_of(model))], text)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A tiny model on disk, with a tokenizer of bytes."""

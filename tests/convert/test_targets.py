@@ -102,3 +102,9 @@ def test_contradictions_are_refused(to, options, message):
 def test_one_layer_is_no_list_of_layers():
     with pytest.raises(TypeError, match=r"give \[layer\] for one|Type-check"):
         target_of("mqa", shipped()[0])
+
+
+@pytest.mark.parametrize("to", [3, None])
+def test_a_target_is_text(to, unchecked):
+    with pytest.raises(TypeError, match=f"to is text, such as 'mqa' or 'mla:128', got {to}"):
+        target_of(to, shipped())

@@ -103,8 +103,9 @@ def convert(
         progress: called with the present step, the steps done and their number.
 
     Raises:
-        ValueError: before any work, if a target does not fit, the text is too short, or the
-            model's attention is unknown or has no layer of regard that computes the same.
+        ValueError: before any work, if a target does not fit, the text is too short or has tokens
+            that the model has not, or the model's attention is unknown or has no layer of regard
+            that computes the same.
 
     Examples:
         >>> import torch
@@ -127,19 +128,25 @@ def convert(
     made = {target: _exact(target, shipped) or Converted(target, [], []) for target in targets}
     lossy = [each for each in made.values() if not each.layers]
     if lossy:
-        _check_text(tokens)
+        _check_text(model, tokens)
         text = _Calibration(model, shipped, tokens, progress)
         makes = [_appending(each, list(modules), text.maker(each.target)) for each in lossy]
         walk(model, tokens, makes, progress=partial(progress, "layers"))
     return [made[target] for target in targets]
 
 
-def _check_text(tokens: Tensor) -> None:
+def _check_text(model: Any, tokens: Any) -> None:
+    rule = f"windows [N, L], int64 or int32, of at least {SHORTEST:,} tokens in all"
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"calibration text is {rule}, got {got}; as windows_of makes them")
     if tokens.ndim != 2 or tokens.numel() < SHORTEST:
-        raise ValueError(
-            f"calibration text is windows [N, L] of at least {SHORTEST:,} tokens in all, got "
-            f"{tuple(tokens.shape)}; about 10,000 are enough"
-        )
+        got = f"{tuple(tokens.shape)}; about 10,000 are enough"
+        raise ValueError(f"calibration text is {rule}, got {got}")
+    last, low, high = len(model.get_input_embeddings().weight) - 1, tokens.min(), tokens.max()
+    if low < 0 or high > last:
+        got = f"{low} to {high}; use the tokenizer of the model"
+        raise ValueError(f"calibration tokens are in 0..{last}, as the model has them, got {got}")
 
 
 def _exact(target: Target, shipped: Sequence[Attention]) -> Converted | None:

@@ -121,7 +121,7 @@ def target_of(
         stored: of the shipped model, which its cache has; that of the layers if None.
 
     Raises:
-        TypeError: if `shipped` is a layer, and no list.
+        TypeError: if `shipped` is a layer, and no list; if `to` is no text.
         ValueError: if `to` is none of these, or does not fit the model.
 
     Examples:
@@ -133,6 +133,8 @@ def target_of(
     """
     if isinstance(shipped, Attention):
         raise TypeError("shipped is a list of the model's layers; give [layer] for one")
+    if not isinstance(to, str):
+        raise TypeError(f"to is text, such as 'mqa' or 'mla:128', got {to!r}")
     to = to.lower()
     named = re.fullmatch(r"(latent|deepseek|portable)-(\d+)", to)
     if named is not None:
@@ -195,11 +197,8 @@ def check_fits(target: Target, layer: Attention) -> None:
     if target.kind == "heads":
         wanted, have = target.num_kv_heads, layer.num_kv_heads
         if wanted < 1 or (have % wanted and (wanted % have or layer.num_heads % wanted)):
-            fitting = [
-                n
-                for n in range(1, layer.num_heads + 1)
-                if have % n == 0 or n % have == layer.num_heads % n == 0
-            ]
+            every, heads = range(1, layer.num_heads + 1), layer.num_heads
+            fitting = [n for n in every if have % n == 0 or n % have == heads % n == 0]
             raise ValueError(
                 f"{wanted} key heads: the model has {have} for {layer.num_heads} query heads, and "
                 f"can have {', '.join(map(str, fitting))}"

@@ -17,16 +17,11 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "rope": (850, 865),  # numbers that may be left out, apart from those that may not
     "masks": (2000, 2000),
     "cache -paging": (2400, 2416),
-    "cache/paging": (
-        2600,
-        3435,
-    ),  # checksums of weights on a GPU; ranges that a step reads; numbers
-    # in containers of modules, as PEFT's scales
+    # checksums of weights on a GPU; ranges that a step reads; numbers in containers, as of PEFT
+    "cache/paging": (2600, 3435),
     "ops -backends -kernels": (3200, 3656),  # masks as segments; keys of latents; graphs of eager
-    "ops/backends": (
-        1700,
-        2139,
-    ),  # two for GPUs: `flash` and `latents`; copies in the layout of the keys
+    # two for GPUs, `flash` and `latents`; copies in the layout of the keys
+    "ops/backends": (1700, 2139),
     "ops/kernels": (
         2900,
         4593,

@@ -25,7 +25,8 @@ from regard.hf.loading.untrusted import CheckpointError
 from regard.plan import building
 from regard.plan.building import describe_config
 from regard.plan.describing import describe
-from regard.plan.shapes import LayerShape, ModelShape
+from regard.plan.shapes import LayerShape, ModelShape, Workload
+from regard.plan.weights import parameters
 
 FILE = Path("config.json")
 
@@ -264,6 +265,26 @@ def test_models_that_regard_does_not_run_are_described(
     model = described(given | {"pad_token_id": 0} | sizes)
     assert {layer.kind for layer in model.layers} == kinds
     assert any(layer.unsupported for layer in model.layers) == (model_type != "opt")
+
+
+NORMED = {  # names and kinds of norms of queries, and the sizes of a layer
+    "persimmon": ({"qk_layernorm": True}, 4 * 32 * 32 + 4 * 32 + 4 * 8),
+    "phi": ({"qk_layernorm": True}, 3 * 32 * 32 + 3 * 32 + 4 * 8),
+    "lfm2": ({"layer_types": ["full_attention"] * 2}, 3 * 32 * 32 + 2 * 8),
+    "hunyuan_v1_dense": ({"head_dim": 8}, 3 * 32 * 32 + 2 * 8),
+    "stablelm": ({"qk_layernorm": True}, 3 * 32 * 32 + 6 * 8),
+}
+
+
+@pytest.mark.parametrize("model_type", NORMED)
+def test_parameters_are_those_of_the_module_whatever_its_norms_are(model_type: str) -> None:
+    more, count = NORMED[model_type]
+    given = {"model_type": model_type, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    layer = described(given | heads | {"pad_token_id": 0} | more).layers[0]
+    assert parameters(layer, Workload(context=1)) == count
+    assert layer.qk_norm == (None if model_type == "stablelm" else "head")
+    assert bool(layer.unsupported) == (model_type != "lfm2")
 
 
 @pytest.mark.parametrize(

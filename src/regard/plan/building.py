@@ -109,7 +109,7 @@ def _check_sizes(
         needed = entry in SIZES and hasattr(text, entry)
         if needed and config is text and not _given(text, values, entry):
             value = None
-        if value in (None, 0) and not needed:  # 0 for no window
+        if not needed and (value is None or (value == 0 and entry == "sliding_window")):
             continue
         if type(value) is not int or not 1 <= value <= most:
             shown = text.attribute_map.get(entry, entry)
@@ -177,9 +177,11 @@ def _layers(model: nn.Module, text: Any) -> tuple[tuple[LayerShape, ...], dict[s
         if shared is None:
             latest[kind] = index
         shape = shape_of_module(module, text, kind, rotates=rotates, keys_of=shared)
-        if shape.num_heads % shape.num_kv_heads:
-            heads = f"{shape.num_kv_heads} key heads do not divide {shape.num_heads} query heads"
-            raise ValueError(heads)
+        of_heads = shape.kind in ("MHA", "GQA", "MQA")  # modules round heads of a group down
+        given = getattr(text, "num_key_value_heads", None) if of_heads else None
+        for keys in (shape.num_kv_heads, given or 1):
+            if shape.num_heads % keys:
+                raise ValueError(f"{keys} key heads do not divide {shape.num_heads} query heads")
         if shared is not None:
             reason = shapes[shared].unsupported or "keys and values are those of another layer"
             shape = replace(shape, unsupported=reason)
@@ -247,8 +249,7 @@ def _about_parts(config: Any, text: Any, values: Mapping[str, Any]) -> tuple[str
 
 
 def _about_running(classes: Mapping[str, None]) -> tuple[str, ...]:
-    names = [name for name in classes if "Attention" in name]
-    if not names:
+    if not (names := [name for name in classes if "Attention" in name]):
         return ()
     if all(name in FAMILIES for name in names):
         return (f"regard.hf.install runs it: {names[0]} is in regard.hf.FAMILIES.",)

@@ -132,8 +132,7 @@ def _latent(layer: LayerShape, share: int, beside: int) -> LayerShape:
 
 def _refuse(layer: LayerShape, target: str, *features: str) -> None:
     """Raise a ValueError if the layer has a feature that the target has not."""
-    found = [name for name in features if getattr(layer, name)]
-    if found:
+    if found := [name for name in features if getattr(layer, name)]:
         raise ValueError(f"{target} has no place for {', '.join(found)}")
 
 

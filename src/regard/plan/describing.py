@@ -70,8 +70,7 @@ def describe(path: str | Path) -> ModelShape:
 def _bytes_of_weights(folder: Path) -> int | None:
     """The size of the files of weights; those of other formats beside them do not count."""
     for pattern in ("model*.safetensors", "regard*.safetensors", "*.safetensors"):
-        files = [file for file in folder.glob(pattern) if file.is_file()]
-        if files:
+        if files := [file for file in folder.glob(pattern) if file.is_file()]:
             return sum(file.stat().st_size for file in files)
     return None
 

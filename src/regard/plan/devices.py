@@ -55,8 +55,7 @@ def device_of(key: str) -> Device:
     device."""
     if key == THIS:
         return this_machine()
-    found = DEVICES.get(_key(key))
-    if found is None:
+    if (found := DEVICES.get(_key(key))) is None:
         raise ValueError(f"device={key!r} is not one of {', '.join((THIS, *DEVICES))}")
     return found
 
@@ -96,8 +95,7 @@ def roofline_seconds(
         >>> roofline_seconds(989e9, 3.35e12, device_of("h100"), "bfloat16")
         (1.0, 'memory')
     """
-    rate = device.flops.get(dtype)
-    if rate is None:
+    if (rate := device.flops.get(dtype)) is None:
         known = ", ".join(device.flops)
         raise ValueError(f"no rate of {device.name} in {dtype} is known, but in {known}")
     computing, moving = flops / rate, moved / device.memory_bandwidth

@@ -40,6 +40,7 @@ PROJECTIONS = {
     "kv_b_proj": ("kv_b_proj",),
     "o_proj": ("o_proj", "dense", "out_proj", "c_proj"),
 }
+Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
 FUSED = ("qkv_proj", "query_key_value", "c_attn")  # queries, keys and values in one projection
 NOTHING = torch.empty(0)  # in place of the weight of a module without one
 KNOWN = (Attention, LatentKVAttention, MultiHeadLatentAttention, SharedKVAttention, TiedKVAttention)
@@ -109,8 +110,7 @@ def _shape_of_heads(layer: Any, common: dict[str, Any]) -> LayerShape:
 
 def _own_gate(layer: Any) -> Literal["head", "channel"] | None:
     """The gate of a layer of regard."""
-    gate = getattr(layer, "gate_proj", None)
-    if gate is None:
+    if (gate := getattr(layer, "gate_proj", None)) is None:
         return None
     return "head" if gate.out_features == layer.num_heads else "channel"
 
@@ -159,7 +159,12 @@ def shape_of_module(
         scale=scale,
         rope=repr(rope) if rope.dim else "",
     )
-    return replace(shape, unsupported=_unsupported(shape, module, config))
+    norms = (each for name, each in module.named_parameters() if "output.LayerNorm" in name)  # BERT
+    held = sum(each.numel() for each in module.parameters()) - sum(each.numel() for each in norms)
+    counted = parameters(shape, Workload(context=1))
+    differs = f"it has {held:,} parameters, where a layer of these sizes has {counted:,}"
+    why = _unsupported(shape, module, config) or differs * (held != counted)
+    return replace(shape, uncounted=max(0, held - counted), unsupported=why)
 
 
 def _linear(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
@@ -274,8 +279,7 @@ def _pairs_neighbours(module: Any) -> bool:
     if (interleaved := getattr(module.config, "rope_interleave", None)) is not None:
         return bool(interleaved)
     functions = vars(sys.modules[type(module).__module__])
-    rotate = functions.get("rotate_half")
-    if rotate is not None:
+    if (rotate := functions.get("rotate_half")) is not None:
         with torch.device("cpu"):
             return rotate(torch.arange(4.0)).tolist() == [-1.0, 0.0, -3.0, 2.0]
     family = family_of(module)
@@ -286,10 +290,15 @@ def _pairs_neighbours(module: Any) -> bool:
 
 
 def _qk_norm(module: Any, sizes: dict[str, Any]) -> Literal["head", "width"] | None:
-    weight = getattr(getattr(module, "q_norm", None), "weight", None)
-    if weight is None:
+    if (weight := _norm_weight(module)) is None:
         return None
     return "head" if weight.numel() == sizes["head_dim"] else "width"
+
+
+def _norm_weight(module: Any) -> torch.Tensor | None:
+    """The weight of the norm of queries; None without one."""
+    weights = (getattr(getattr(module, name, None), "weight", None) for name in Q_NORMS)
+    return next((each for each in weights if each is not None), None)
 
 
 def _tied(module: Any, family: Family | None) -> int | None:
@@ -306,22 +315,13 @@ def _gate(module: nn.Module, sizes: dict[str, Any]) -> Literal["head", "channel"
 
 def _unsupported(shape: LayerShape, module: nn.Module, config: Any) -> str:
     """The reason why no layer of regard computes the module; `""` if one does, as far as known."""
-    names = {name.partition(".")[0] for name, _ in module.named_modules()}
-    weight = getattr(getattr(module, "q_norm", None), "weight", None)
+    names, weight = {name for name, _ in module.named_children()}, _norm_weight(module)
     for holds, reason in (
         ("v_norm" in names and shape.tied_channels is None, "values are normalised"),
         (weight is not None and weight.dim() > 1, "each head has a LayerNorm of its own"),
-        ("qk_norm" in names, "queries and keys are normalised after RoPE"),
-        (
-            getattr(config, "clip_qkv", None) is not None,
-            "queries, keys and values are clipped (clip_qkv)",
-        ),
+        (names & {"qk_norm", "query_layernorm"}, "queries and keys are normalised after RoPE"),
+        (getattr(config, "clip_qkv", None) is not None, "clip_qkv clips queries, keys and values"),
     ):
         if holds:
             return reason
-    norms = (each for name, each in module.named_parameters() if "output.LayerNorm" in name)  # BERT
-    held = sum(each.numel() for each in module.parameters()) - sum(each.numel() for each in norms)
-    counted = parameters(shape, Workload(context=1))
-    if held != counted:
-        return f"it has {held:,} parameters, where a layer of these sizes has {counted:,}"
     return ""

@@ -20,7 +20,8 @@ def parameters(layer: LayerShape, work: Workload) -> int:
     these are the parameters of one rank; projections to latents, and what is added to the hidden
     states, are on each of them.
     """
-    return sum(matrices(layer, work).values()) + sum(vectors(layer, work).values())
+    counted = sum(matrices(layer, work).values()) + sum(vectors(layer, work).values())
+    return counted + layer.uncounted
 
 
 def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:
@@ -40,8 +41,7 @@ def vectors(layer: LayerShape, work: Workload) -> dict[str, int]:
     """The elements of biases, norms and sinks."""
     outputs = _outputs(layer, work)
     known = [name for name in _PROJECTIONS if name in outputs]
-    unknown = sorted(set(layer.bias) - set(known))
-    if unknown:
+    if unknown := sorted(set(layer.bias) - set(known)):
         raise ValueError(f"bias names {', '.join(unknown)}; this layer has {', '.join(known)}")
     biases = {f"{name}.bias": outputs[name] for name in layer.bias}
     sinks = {"sinks": work.query_heads(layer)} if layer.sinks else {}

@@ -129,6 +129,8 @@ def test_a_page_is_written_by_its_module(tmp_path, monkeypatch, capsys):
         (("Where(lambda b, h, q, k: True)",), "is not run from a text"),
         (("x" * 10**5 + "x",), "at most 100,000 characters"),
         (("Causal()", "--queries", "100000"), "at most 268,435,456 cells"),
+        (("Causal()", "--queries", str(10**12)), "at most 268,435,456 cells"),
+        (("Causal()", "--keys", str(10**12)), "at most 268,435,456 cells"),
         (("Causal()", "--queries", "2", "--kv-start", "9"), "keys end before they start"),
         (("Causal()", "--svg", "/nowhere/a.svg"), "No such file or directory"),
         (("Padding([[1], [0]]) & Padding([[1], [0], [1]])",), "different sizes, batch=[2, 3]"),

@@ -43,10 +43,11 @@ def _cells(mask: "Mask", placed: "Mask", span: Span, b: int, h: int) -> Bool[Ten
     return visible.expand(batch, heads, span.num_queries, span.num_keys)[b, h]
 
 
-def slots(span: Span, b: int) -> tuple[list[int], range]:
-    """The slots of the queries of a batch row, and of the keys."""
-    queries = span.positions("cpu")[None].flatten(0, -2)
-    return queries[b if len(queries) > 1 else 0].tolist(), range(span.kv_start, span.kv_stop)
+def slots(span: Span, b: int) -> tuple[range, range]:
+    """The slots of the queries of a batch row, and of the keys: none is listed."""
+    if isinstance(first := span.q_start, Tensor):
+        first = int(first[b if len(first) > 1 else 0])
+    return range(first, first + span.num_queries), range(span.kv_start, span.kv_stop)
 
 
 def in_blocks(mask: "Mask", span: Span, b: int, h: int, *, rows: int, columns: int) -> Pooled:
@@ -85,5 +86,5 @@ def frame(mask: "Mask", queries: "int | Span | None", keys: int | None) -> Span:
     return Span(0, rows, 0, columns)
 
 
-def _digits(slots: "list[int] | range") -> int:
+def _digits(slots: range) -> int:
     return max((len(str(slot)) for slot in slots), default=1)

@@ -108,8 +108,7 @@ class Mask:
         They may lie outside the keys of `span`, and may be wider than necessary, but hide no
         visible key. None where no bound is known.
         """
-        some = self.runs(span.first_query, span.last_query).some
-        if not some:
+        if not (some := self.runs(span.first_query, span.last_query).some):
             return 0, -1
         low, high = some[0][0], some[-1][1]
         return max(0, low), None if high is FAR else high - 1

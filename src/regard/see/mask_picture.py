@@ -88,7 +88,7 @@ def text(mask: Mask, span: Span, *, b: int = 0, h: int = 0, width: int = 80) -> 
         59 ·········■■■■■■·
     """
     queries, keys = slots(span, b)
-    margin = len(str(max(queries, default=0)))
+    margin = len(str(queries[-1] if queries else 0))
     if margin + len(keys) * (1 + len(str(span.kv_stop - 1))) <= width and len(queries) <= BLOCKS:
         return mask.draw(span, b=b, h=h)
     room = max(1, width - margin - 1)
@@ -162,7 +162,7 @@ def png(mask: Mask, span: Span | None = None, *, b: int = 0, h: int = 0) -> byte
     return picture(drawn)
 
 
-def _paint(axes: Any, cells: Pooled, queries: list[int], keys: range) -> None:
+def _paint(axes: Any, cells: Pooled, queries: range, keys: range) -> None:
     """The blocks at their slots, in matplotlib's axes."""
     from matplotlib.colors import ListedColormap
     from matplotlib.ticker import MaxNLocator

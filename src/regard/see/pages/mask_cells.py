@@ -65,7 +65,7 @@ def data_of(mask: Mask, span: Span, b: int, h: int) -> dict[str, Any]:
     rules: list[Mask] = []
     queries, keys = slots(span, b)
     return {
-        "queries": queries,
+        "queries": list(queries),
         "keys": list(keys),
         "tree": _tree(mask, rules),
         "rules": [_rule(rule, span, b, h) for rule in rules],

@@ -167,6 +167,13 @@ def test_layers_that_are_not_computed_are_said(model, monkeypatch, capsys):
     assert [each["layers"] for each in listed["calls"]] == [[1], [1]]
 
 
+def test_a_model_of_no_known_layer_has_no_table(model, monkeypatch, capsys):
+    model(LayerShape(**GQA, state_elements=256))
+    code, out, _ = said(monkeypatch, capsys, "a-model")
+    assert code == 0 and "regard does not compute layer 0: their state" in out
+    assert "backend" not in out
+
+
 def test_sinks_and_softcap_reach_the_backends(model, monkeypatch, capsys):
     model(LayerShape(**GQA, softcap=50.0))
     assert "sdpa     objects: " in joined(said(monkeypatch, capsys, "a-model", "--why")[1])

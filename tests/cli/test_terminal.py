@@ -1,6 +1,7 @@
 """On a terminal: text stays when the progress bar is erased, and the width is respected."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -10,9 +11,10 @@ import sys
 import termios
 
 import pytest
+from rich.console import Console
 
 import regard.hf
-from regard.cli.terminal import progress_bar, stdout
+from regard.cli.terminal import print_lines, progress_bar, stdout
 from tiny import VOCABULARY, tiny
 
 COLUMNS = 80
@@ -147,6 +149,19 @@ def test_an_error_ends_its_lines_between_words():
 
 def test_the_width_is_the_terminals_own():
     assert "62" in on_terminal(["-c", WIDE], columns=62).split()
+
+
+def test_lines_that_are_too_long_for_a_terminal_are_wrapped_between_words():
+    said = "query 1 may not attend to key 2: Causal() hides keys after the query (2 > 1)"
+    text = f"{said}\n  0 ■ ·"
+    for on_terminal in (True, False):
+        printed = io.StringIO()
+        console = Console(width=40, force_terminal=on_terminal, file=printed, color_system=None)
+        print_lines(console, text)
+        lines = printed.getvalue().splitlines()
+        assert lines[-1] == "  0 ■ ·"
+        assert " ".join(lines[:-1]) == said
+        assert (max(map(len, lines)) <= 40) == on_terminal
 
 
 def test_a_pipe_gets_a_line_every_few_seconds(monkeypatch, capsys):

@@ -1,13 +1,15 @@
 """The command line: its verbs, its errors, and its version.
 
-An error of the user is a sentence and exit code 2.
+An error of the user is a sentence and exit code 2; after a closed pipe the code is 141.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from io import StringIO
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +25,8 @@ for name in (
     *("compare", "convert", "generate", "bench", "tune", "cache"),
 ):
     import_module(f"regard.cli.{name}")  # its verbs join `app`
+
+CLOSED = 128 + 13  # SIGPIPE: nobody reads what is printed
 
 __all__ = ["app", "run"]
 
@@ -50,7 +54,7 @@ else:
 
 def _version(wanted: bool | None) -> None:
     if wanted:
-        sys.stdout.write(f"regard {regard.__version__}\n")
+        print(f"regard {regard.__version__}")
         raise typer.Exit
 
 
@@ -65,11 +69,19 @@ def options(
 
 def run() -> int:
     """Run the command line; the exit code."""
+    sys.stdout, sys.stderr = sys.stdout or StringIO(), sys.stderr or StringIO()  # None if closed
     try:
-        with _printable_warnings():
-            app(prog_name="regard")
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(done.code is not None)
+        try:
+            with _printable_warnings():
+                app(prog_name="regard")
+        except SystemExit as done:
+            if isinstance(done.__context__, BrokenPipeError):
+                raise done.__context__ from None
+            sys.stdout.flush()
+            return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
+        return CLOSED
     except (OSError, ValueError, ImportError) as error:
         _complain(f"regard: {error}")
         return 2

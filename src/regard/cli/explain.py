@@ -88,7 +88,8 @@ def show(
     if title:
         say(console, title, bold=title)
         console.print()
-    if title and not why:
+    brief = bool(title and found and not why)
+    if brief:
         tabulate(console, COLUMNS, [_cells(each) for each in found])
         console.print()
     else:
@@ -96,7 +97,7 @@ def show(
             _show_call(each, console)
     for reason, layers in missing.items():
         say(console, f"regard does not compute {_listed(layers)}: {reason.rstrip('.')}.")
-    if title and not why:
+    if brief:
         say(console, NEXT, style="dim")
 
 
@@ -134,8 +135,7 @@ def _say_line(console: Console, line: str) -> None:
     text."""
     line = printable(line)
     text = wrapped(line[NAME:], console.width - NAME, margin="").splitlines()
-    margin = "\n" + " " * NAME
-    console.print(line[:NAME] + margin.join(text), markup=False, soft_wrap=True)
+    console.print(line[:NAME] + ("\n" + " " * NAME).join(text), markup=False, soft_wrap=True)
 
 
 def _listed(layers: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -82,9 +83,11 @@ def say(
 
 
 def print_lines(console: Console, text: str) -> None:
-    """Print lines as they are, with control characters as their escapes."""
-    for line in text.splitlines():
-        console.print(printable(line), markup=False, soft_wrap=True)
+    """Print lines, long ones wrapped on a terminal, with control characters as their escapes."""
+    for line in map(printable, text.splitlines()):
+        whole = cell_len(line) <= console.width or not console.is_terminal
+        line = line if whole else wrapped(line, console.width)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def print_json(data: Any, indent: int | None = 2) -> None:

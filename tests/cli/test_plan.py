@@ -201,6 +201,7 @@ def test_names_with_markup_are_text():
         ([*SIZES, "--context", 0], "should be greater than or equal to 1"),
         ([*SIZES, "--memory", "nan"], "nan GiB is not above 0"),
         ([*SIZES, "--memory", "inf"], "inf GiB is not above 0"),
+        ([*SIZES, "--memory", 1e9], "1000000000.0 GiB is not above 0 and at most 900,000,000"),
         ([*SIZES, "--memory", -1], "-1.0 GiB is not above 0"),
         ([*SIZES, "--tp", 0], "should be greater than or equal to 1"),
         ([*SIZES, "--dtype", "int8"], "is not one of"),

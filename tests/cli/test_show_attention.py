@@ -136,7 +136,8 @@ def test_options_as_numbers():
 def test_options_that_are_refused():
     with pytest.raises(ValueError, match="leave out --layers"):
         asked_for((1,), ((3, 1),), None, (), 50)
-    for wrong in ("3.x", "3.1,2", "0-3"):
+    assert _pairs(None) == ()
+    for wrong in ("3.x", "3.1,2", "0-3", "", "9" * 5000 + ".1"):
         with pytest.raises(ValueError, match=r"--heads is a list of LAYER\.HEAD as 3\.1,4\.0"):
             _pairs(wrong)
 

@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -18,6 +19,7 @@ from regard.hf import SMOLLM2
 
 VERBS = list(options.VERBS)
 SPELLED = {"as_json": "json", "listed": "list", "every_law": "all", "every": "all"}
+PROMPT = ["generate", "--prompt", "a"]
 RUN = """
 import sys
 from regard.cli import main
@@ -66,6 +68,14 @@ def test_the_package_is_a_command_too():
     assert done.stdout == f"regard {metadata.version('regard')}\n", done.stderr
 
 
+@pytest.mark.parametrize("typed", ["--version", "--help", "show mask 'Causal()' --json"])
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), (">&- 2>&-", 0), ("| true", 141)])
+def test_an_output_that_is_closed_ends_it_quietly(typed, closed, code):
+    script = f"{shlex.quote(sys.executable)} -m regard {typed} {closed}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 def test_the_installed_version_is_that_of_the_source():
     import regard
 
@@ -86,6 +96,13 @@ def test_what_the_options_list_is_what_there_is():
         ),
         (["generate", "--prompt", "a", "--format", "plane"], "did you mean 'plain'?"),
         (["cache", "--clear", "compared"], "did you mean 'compare'?"),
+        ([*PROMPT, "--threads", "99999999"], "'--threads'.* less than or equal to 4096"),
+        ([*PROMPT, "--seed", str(-(10**20))], "'--seed'.* greater than or equal to -9223"),
+        ([*PROMPT, "--seed", str(2**64)], "'--seed'.* less than or equal to 18446744073709551615"),
+        ([*PROMPT, "--temperature", "1e-39"], "1e-39 is above 0 and below 1e-06; 0 takes the most"),
+        (["generate", "--prompt", "hi \udcff"], "'--prompt': character 3 of .* is not UTF-8"),
+        (["show", "attention", "--text", "\udcff"], "'--text': character 0 of .* is not UTF-8"),
+        ([*PROMPT, "b\udcffd"], "'model': character 1 of .* is not UTF-8"),
     ],
 )
 def test_names_that_are_spelt_wrong_are_refused_before_torch(typed, said):

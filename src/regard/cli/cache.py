@@ -92,8 +92,7 @@ def _places(kind: str) -> list[Path]:
 def stored_by_compare() -> str:
     """Size and folder of the converted layers that `regard compare` has stored, to follow another
     statement; "" if there are none."""
-    found = kept("compare")
-    if not found.files:
+    if not (found := kept("compare")).files:
         return ""
     folder = cache_folder() / KINDS["compare"][1]
     return (

@@ -223,8 +223,7 @@ def _print_table(result: "Comparison | Frontier", full: bool, console: Console) 
 
 def _line(result: "Comparison | Frontier") -> str:
     """The latest row in one line, for a pipe."""
-    row = result.rows[-1]
-    if row.remark:
+    if (row := result.rows[-1]).remark:
         return f"{row.name}: not run: {row.remark}"
     (_, *heads), rows = result.table(full=False)
     _, *cells = rows[-1]

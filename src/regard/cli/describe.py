@@ -236,8 +236,7 @@ def _totals(model: "ModelShape") -> list[str]:
     states = sum(_cache(model, layer, 1) for layer in model.layers if layer.kind == "linear")
     if states:
         sentences.append(f"States take {readable_bytes(states)}, however many tokens there are.")
-    context = model.max_positions
-    if context is not None:
+    if (context := model.max_positions) is not None:
         whole = readable_bytes(cache_of(model, context) or 0)
         sentences.append(f"{context:,} tokens take {whole} in all.")
     return sentences
@@ -249,8 +248,7 @@ def _growth(model: "ModelShape") -> str:
     bounded = [each for each in model.layers if each.window is not None or each.chunk is not None]
     every = sum(_token_bytes(model, layer) for layer in model.layers)
     sentence = f"A token takes {counted(every, 'byte')} of cache"
-    full = sum(_token_bytes(model, layer) for layer in bounded)
-    if not full:
+    if not (full := sum(_token_bytes(model, layer) for layer in bounded)):
         return f"{sentence}."
     caching = sum(_token_bytes(model, layer) > 0 for layer in bounded)
     return (

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from regard.cli import options
 from regard.cli.layout import tabulate
-from regard.cli.options import named, option
+from regard.cli.options import in_utf8, named, option
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.names import CACHES, PAGES, PLAIN
 from regard.page.readable import readable_bytes
@@ -28,12 +28,13 @@ NEXT = "--against transformers compares the speeds"
 SMALLER = "; --cache K8V4 saves memory"  # said of the default cache alone
 TOKENS = 9  # of a text in a round: the prompt, then eight steps
 ROUNDS = 12
+COLDEST = 1e-6  # temperature besides 0: logits divided by less overflow
 SECONDS = 60.0  # after which no further round begins
 
 
 @options.verb
 def generate(
-    prompt: str = option(..., "What to continue, or to answer with --chat."),
+    prompt: str = option(..., "What to continue, or to answer with --chat.", callback=in_utf8),
     model: options.OptionalModel = None,
     attention: Literal["regard", "interface", "transformers"] = option(
         "regard", "Installed, registered as an attention function, or transformers' own."
@@ -53,7 +54,7 @@ def generate(
     ),
     max_new_tokens: int = option(128, "Tokens to generate at most.", min=1),
     temperature: float = option(0.0, "0 for the most likely token at each step.", min=0.0),
-    seed: int = option(0, "Random seed, for temperatures above 0."),
+    seed: int = option(0, "Random seed, for temperatures above 0.", min=-(2**63), max=2**64 - 1),
     chat: bool = option(False, "Use the model's chat template.", "--chat"),
     stream: bool = option(True, "Show text as it is generated, or at the end."),
     against: Literal["transformers"] | None = option(
@@ -68,6 +69,9 @@ def generate(
     if cache.lower() != "paged" and (prefix_cache is not None or format != PLAIN):
         hint = "--format" if prefix_cache is None else "--prefix-cache"
         options.refuse(hint, f"it needs --cache paged, got --cache {cache}")
+    if 0 < temperature < COLDEST:
+        rule = f"{temperature} is above 0 and below {COLDEST}; 0 takes the most likely token"
+        options.refuse("--temperature", rule)
     options.start("regard.hf", threads=threads)
     from regard.cli.loading import load_for
     from regard.hf.generating.pool_of_model import prefixes_in
@@ -125,8 +129,7 @@ def show(runs: list["Written"], console: Console, *, has_chat: bool = False) -> 
     console.print()
     for sentence in (*map(_backends, runs), *_compared(runs)):
         say(console, sentence)
-    objection = kernel_objection()
-    if objection is not None:
+    if (objection := kernel_objection()) is not None:
         say(console, f"fused did not run: {objection}.", style="dim")
     if len(runs) == 1:
         console.print()

@@ -13,7 +13,7 @@ import typer
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
-MOST_MEMORY = 10**9  # GiB; a larger number is taken for an error
+MOST_MEMORY = 9 * 10**8  # GiB, below the 10**18 bytes that a plan takes
 
 
 def option(default: Any, text: str, *names: str, **settings: Any) -> Any:
@@ -33,12 +33,23 @@ def size(default: Any, text: str, *names: str, least: int = 1) -> Any:
     return option(default, text, *names, min=least, callback=check)
 
 
+def in_utf8(value: Any) -> Any:
+    """The text, or the name of a folder to load, if it is UTF-8."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        reason = f"character {error.start} of {str(value)[:40]!r} is not UTF-8; give it in UTF-8"
+        raise typer.BadParameter(reason) from error
+    return value
+
+
 OptionalModel = Annotated[
     Path | None,
     typer.Argument(
         help="A folder with config.json and *.safetensors, or a .gguf; "
         f"{DEFAULT_MODEL} if left out.",
         show_default=False,
+        callback=in_utf8,
     ),
 ]
 ModelOrSizes = Annotated[
@@ -48,7 +59,10 @@ ModelOrSizes = Annotated[
         show_default=False,
     ),
 ]
-Threads = Annotated[int | None, option(..., "CPU threads; torch's own choice if left out.", min=1)]
+Threads = Annotated[
+    int | None,
+    option(..., "CPU threads; torch's own choice if left out.", min=1, max=4096),  # more may crash
+]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     option(..., "What the model computes in; float32 on a CPU, else the checkpoint's own."),

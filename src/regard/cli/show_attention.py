@@ -66,7 +66,7 @@ class Asked:
 @partial(options.verb, of=options.shows)
 def show_attention(
     model: options.OptionalModel = None,
-    text: str | None = option(None, "The prompt."),
+    text: str | None = option(None, "The prompt.", callback=options.in_utf8),
     text_file: Path | None = option(None, "A file with the prompt."),
     layers: str | None = option(None, "Layers whose maps are computed, as 0,3-5."),
     heads: str | None = option(None, "Heads as LAYER.HEAD: 3.1,4.0."),
@@ -186,10 +186,10 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 def _pairs(heads: str | None) -> tuple[tuple[int, int], ...]:
     """Layer and head of a list such as `3.1,4.0`."""
-    parts = [part.strip().partition(".") for part in heads.split(",")] if heads else []
-    if not all(layer.isdecimal() and head.isdecimal() for layer, _, head in parts):
-        raise ValueError(f"--heads is a list of LAYER.HEAD as 3.1,4.0, got {heads!r}")
-    return tuple((int(layer), int(head)) for layer, _, head in parts)
+    parts = [] if heads is None else [part.strip() for part in heads.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}\.\d{1,9}", part, re.ASCII) for part in parts):
+        raise ValueError(f"--heads is a list of LAYER.HEAD as 3.1,4.0, got {str(heads)[:40]!r}")
+    return tuple((int(layer), int(head)) for layer, _, head in (p.partition(".") for p in parts))
 
 
 def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
@@ -267,8 +267,7 @@ def _show_maps(maps: "AttentionMaps", shown: Sequence[tuple[int, int]], console:
     """Print the first maps of those that are asked for."""
     for layer, head in shown[:PRINTED]:
         _show_map(maps, layer, head, console)
-    more = len(shown) - PRINTED
-    if more > 0:
+    if (more := len(shown) - PRINTED) > 0:
         say(console, f"{more} more maps: choose with --heads LAYER.HEAD, or --html.")
 
 

@@ -57,8 +57,7 @@ def show_mask(
         return
     console, files = stdout(80), [file for file in (svg, png, html) if file is not None]
     text = said or "\n".join(f"Saved in {file}." for file in files)
-    text = text or mask_picture.text(rule, span, **place, width=console.width)
-    print_lines(console, text)
+    print_lines(console, text or mask_picture.text(rule, span, **place, width=console.width))
 
 
 def _check_row(option: str, index: int, size: int | None, what: str) -> None:

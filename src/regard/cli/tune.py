@@ -55,8 +55,7 @@ def tune(
     before = SPEED.load()
     with waiting("measuring this machine"):
         tuning = measure_speed()
-    objection = tuning.objection()
-    if objection is not None:
+    if (objection := tuning.objection()) is not None:
         raise ValueError(f"{objection}; nothing was saved: stop other programs first")
     usual = typical(torch.get_num_threads())
     with waiting("comparing choices of backends"):
@@ -92,8 +91,7 @@ def show(before: "Speed", tuning: "Tuning", console: Console) -> None:
     rows, unmeasured, usual = [], [], typical(torch.get_num_threads())
     for name, (what, factor) in UNITS.items():
         values = (getattr(speed, name) * factor for speed in (usual, before, tuning.speed))
-        apart = tuning.spread.get(name)
-        if apart is None:
+        if (apart := tuning.spread.get(name)) is None:
             unmeasured.append(what.rpartition(", ")[0])
         spread = "" if apart is None else f"{apart:.2f}x"
         rows.append([what, *(f"{value:.3g}" for value in values), spread])

@@ -159,8 +159,8 @@ def test_sizes_are_for_reading():
         ({"tokenizer": None}, "has no tokenizer, which a prompt needs"),
         ({"model": ZOO["bert"].build()}, "BertModel does not generate text"),
         *[
-            ({"temperature": each}, "temperature is a number, 0 or more, got")
-            for each in (-1.0, float("nan"), float("inf"), "1")
+            ({"temperature": each}, "temperature is 0, or a number from 1e-6 on, got")
+            for each in (-1.0, 1e-39, float("nan"), float("inf"), "1")
         ],
         ({"max_new_tokens": 2.5}, "max_new_tokens is a whole number, got 2.5"),
         ({"max_new_tokens": "3"}, "max_new_tokens is a whole number, got '3'"),

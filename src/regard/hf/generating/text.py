@@ -243,8 +243,9 @@ def _check_values(prompt: Any, cache: Any, max_new_tokens: Any, temperature: Any
         if not isinstance(value, str):
             raise TypeError(f"{name} is text, got {value!r:.80}")
     check_whole("max_new_tokens", max_new_tokens, least=1)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is a number, 0 or more, got {temperature!r}")
+    number = isinstance(temperature, int | float)  # logits divided by less than 1e-6 overflow
+    if not number or not (temperature == 0 or 1e-6 <= temperature < math.inf):
+        raise ValueError(f"temperature is 0, or a number from 1e-6 on, got {temperature!r}")
 
 
 def _check_pages(cache: str, format: str, pool: Any) -> None:

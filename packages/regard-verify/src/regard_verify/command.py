@@ -23,11 +23,7 @@ def _print_version(wanted: bool | None) -> None:
 
 def verify(
     subject: Annotated[
-        str | None,
-        typer.Argument(
-            help="PATH.py:NAME or package.module:NAME.",
-            show_default=False,
-        ),
+        str | None, typer.Argument(help="PATH.py:NAME or package.module:NAME.", show_default=False)
     ] = None,
     like: Annotated[
         list[str] | None,

@@ -36,8 +36,8 @@ class Latent(nn.Module):
         return self.out(right(q, k, v).transpose(1, 2).flatten(2))
 
 
-def judged(module):
-    (outcome,) = check(module, {"width": 12}, only=["latent_positions"]).outcomes
+def judged(module, **like):
+    (outcome,) = check(module, {"width": 12, **like}, only=["latent_positions"]).outcomes
     return outcome.status, outcome.example.cause if outcome.example else outcome.reason
 
 
@@ -72,3 +72,12 @@ def test_other_positions_are_not_judged():
     status, reason = judged(Latent(other, other))
     assert status == "not applicable"
     assert "not known" in reason
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 5e5])
+@pytest.mark.parametrize("made", [turn, plain])
+def test_a_declared_base_of_the_rotation_is_a_law(made, theta):
+    right = made is turn and theta == 10_000.0
+    status, cause = judged(Latent(made, made), theta=theta)
+    assert status == ("passed" if right else "failed")
+    assert right or "another base of RoPE is declared" in cause

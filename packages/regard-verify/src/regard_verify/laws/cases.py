@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard_verify.law import (
-    Broken,
-    LawFunction,
-    NotApplicable,
-    Sizes,
-    Trial,
-    require,
-    smallest,
-)
+from regard_verify.law import Broken, LawFunction, NotApplicable, Sizes, Trial, require, smallest
 from regard_verify.oracle import pattern
 from regard_verify.subject.decoding import in_steps
 from regard_verify.subject.probe_weights import learned_in_scores

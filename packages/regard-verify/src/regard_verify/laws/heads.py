@@ -18,6 +18,7 @@ from regard_verify.law import (
 from regard_verify.laws.cases import on_sizes
 from regard_verify.mistakes import heads_of, mistakes, turned
 from regard_verify.oracle import key_heads
+from regard_verify.subject.conventions import THETA
 from regard_verify.subject.modules import size_of
 from regard_verify.subject.probe_weights import read_head_order, rotations
 from regard_verify.subject.reach import ProjectedHeads
@@ -39,8 +40,8 @@ CUTS = {"blocked": ("part", "head", "channel"), "by head": ("head", "part", "cha
 
 @law("exact", "module")
 def named_heads(subject: Subject, trial: Trial) -> None:
-    """A module has as many heads as it names, each projection makes the part that it is named
-    after, and projections are cut as declared.
+    """A module has the heads that it names and that are declared, each projection makes the part
+    that it is named after, and projections are cut as declared.
     """
     attend, module = subject.attend, subject.module
     if not isinstance(attend, ProjectedHeads) or module is None:
@@ -50,6 +51,7 @@ def named_heads(subject: Subject, trial: Trial) -> None:
         fail("its projections", "number of heads", named, heads,
              f"it names {named} heads, and its query channels change the output as those of "
              f"{heads} would")  # fmt: skip
+    _sizes_as_declared(subject, attend)
     _cut_as_declared(subject, attend)
     if copied := attend.copied_queries():
         fail(copied, "heads", "each its own queries", "copies of one",
@@ -63,6 +65,25 @@ def named_heads(subject: Subject, trial: Trial) -> None:
         if letter != found[name]:
             fail(name, "what it makes", WORDS[letter], WORDS[found[name]],
                  f"the projection {name!r} makes {WORDS[found[name]]}")  # fmt: skip
+
+
+def _sizes_as_declared(subject: Subject, attend: ProjectedHeads) -> None:
+    """Raise if other sizes of heads are declared. In latent attention only queries have a number of
+    heads that is beyond doubt, and the channels of keys may be counted with the shared ones.
+    """
+    own, others = subject.conventions, attend.roles.others
+    heads, groups, dim, width = attend.roles.sizes
+    found = {"heads": [heads], "head_dim": [dim, dim + others, width]}
+    for name, made in (found if others else {**found, "kv_heads": [groups]}).items():
+        declared = getattr(own, name)
+        if declared not in (None, *made):
+            fail(
+                "its projections",
+                name,
+                declared,
+                made[0],
+                f"{name}={declared} is declared, and its channels are those of {made[0]}",
+            )
 
 
 def _cut_as_declared(subject: Subject, attend: ProjectedHeads) -> None:
@@ -113,11 +134,12 @@ def latent_positions(subject: Subject, trial: Trial) -> None:
     plain = heads_of(q, k.expand(-1, groups, -1, -1), v, keep, scale)
     turns = list(rotations(own.theta)) if dim % 2 == 0 else []
     allowed = tolerance(v)
-    if any(
-        worst(out, turned(plain, *each).out())[1] <= allowed
-        for each in [("none", own.theta), *turns]
-    ):
-        return
+    for pairing, theta in [("none", THETA), *turns]:
+        if worst(out, turned(plain, pairing, theta).out())[1] <= allowed:
+            if own.theta and (pairing == "none" or theta != own.theta):
+                fail(f"B=2 L={length}", "its rotation", f"base {own.theta:g}",
+                     f"{pairing}, base {theta:g}", "another base of RoPE is declared")  # fmt: skip
+            return
     for turn in turns:
         for sentence, would in mistakes(plain, *turn):
             if worst(out, would)[1] <= allowed:

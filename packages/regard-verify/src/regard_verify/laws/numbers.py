@@ -21,6 +21,7 @@ from regard_verify.law import (
 from regard_verify.laws.cases import attending, by_definition, modes, on_sizes, refused
 from regard_verify.mistakes import AVERAGED, halves_averaged, heads_of, mistakes
 from regard_verify.oracle import bound, wrong_scales
+from regard_verify.subject.conventions import THETA
 from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.subject import Subject, SubjectError, called
 
@@ -67,7 +68,7 @@ def _causes(
         scale = q.shape[-1] ** -0.5 if own.scale is None else own.scale
         plain = heads_of(q, k, v, keep, scale, tiled=own.head_order == "tiled")
         ranks = {AVERAGED: halves_averaged(plain)} if own.ranks == 2 else {}
-        structural = dict(mistakes(plain, own.pairing or "none", own.theta))
+        structural = dict(mistakes(plain, own.pairing or "none", own.theta or THETA))
     return {
         **ranks,
         **found,

@@ -27,12 +27,7 @@ from regard_verify.subject.guesses import (
     has_large,
     role_of,
 )
-from regard_verify.subject.signatures import (
-    EMPTY,
-    annotations_of,
-    arguments_of,
-    parameters_of,
-)
+from regard_verify.subject.signatures import EMPTY, annotations_of, arguments_of, parameters_of
 from regard_verify.subject.subject import SubjectError, called
 
 TINY = {  # sizes for configurations of transformers

@@ -1,7 +1,9 @@
 """Conventions: what one attention may do otherwise than another, and both be right."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
+from numbers import Integral, Real
 from typing import Any, Literal
 
 Kind = Literal["function", "module", "paged"]
@@ -22,6 +24,36 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cache_style": ("object", "single", "tuple", "internal"),
     "fused": ("blocked", "by head"),
 }
+THETA = 10_000.0  # the base of RoPE where none is declared or found out
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= least
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and isfinite(x)
+
+
+_WHOLE = (_whole(0), "a whole number, 0 or more")
+_SIZE = (_whole(1), "a whole number above 0")
+_ABOVE_0 = (lambda x: _number(x) and x > 0, "a number above 0")
+_TEXT = (lambda x: isinstance(x, str), "the name of an argument")
+_MAKER = (lambda x: isinstance(x, str) or callable(x), "the name of a function or class")
+_MAPPING = (lambda x: isinstance(x, Mapping), "a mapping from names to values")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values are right, and in words
+    "arguments": _MAPPING, "options": _MAPPING, "mask": _TEXT, "cache": _TEXT,
+    "window_argument": _TEXT, "new_cache": _MAKER, "reference": _MAKER,
+    "causal": (lambda x: isinstance(x, bool), "true or false"),
+    "window": _WHOLE, "after": _WHOLE, "block": _WHOLE, "multiple": _SIZE, "ranks": _SIZE,
+    "heads": _SIZE, "kv_heads": _SIZE, "head_dim": _SIZE, "width": _SIZE,
+    "scale": _ABOVE_0, "theta": _ABOVE_0, "cache_bytes": _ABOVE_0,
+    "softcap": (lambda x: _number(x) and x >= 0, "a number, 0 or more"),
+    "blocks": (
+        lambda x: isinstance(x, (list, tuple)) and len(x) == 2 and all(map(_whole(0), x)),
+        "two whole numbers, 0 or more",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +79,8 @@ class Conventions:
         alignment: the corner of the causal rule where queries and keys differ in number.
         window: keys visible to a query by default, its own included; 0 for all.
         after: keys after its own that are visible to a query by default; None for what `causal`
-            says. A window to both sides of 3 keys each is `window=4, after=3`.
+            says, else it is not causal. A window to both sides of 3 keys each is
+            `window=4, after=3`.
         block: tokens of a block, where the keys of a query depend on its block; 0 for none.
         blocks: how many blocks before and after its own a query sees, as `(1, 0)`.
         multiple: lengths of sequences are multiples of it.
@@ -62,7 +95,7 @@ class Conventions:
         head_order: `"grouped"`, neighbours share a key head, or `"tiled"`.
         fused: how a module's one projection for all three is laid out.
         pairing: which channels RoPE rotates together; `"none"` without RoPE.
-        theta: the base of RoPE.
+        theta: the base of RoPE, 10,000 if only `pairing` is declared.
         fully_masked: the output of a fully masked query.
         cache: name of the cache argument; `""` for none.
         cache_style: `"object"` of all layers or `"single"` of one, changed in place; `"tuple"`,
@@ -107,7 +140,7 @@ class Conventions:
     head_order: str | None = None
     fused: str | None = None
     pairing: str | None = None
-    theta: float = 10_000.0
+    theta: float | None = None
     fully_masked: str | None = None
     cache: str | None = None
     cache_style: str | None = None
@@ -121,8 +154,14 @@ class Conventions:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+        for name, (is_right, words) in _RULES.items():
+            value = getattr(self, name)
+            if (value is not None or words is _MAPPING[1]) and not is_right(value):
+                raise ValueError(f"{name} is {words}; got {value!r}")
         if self.blocks is not None:  # a list in JSON
             object.__setattr__(self, "blocks", tuple(self.blocks))
+        if self.after and self.causal is None:
+            object.__setattr__(self, "causal", False)
 
     def declared(self) -> dict[str, Any]:
         """The conventions that differ from the defaults, as a dictionary for JSON."""
@@ -160,4 +199,7 @@ def conventions_from(given: Mapping[str, Any]) -> Conventions:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ValueError(f"no convention is called {unknown[0]!r}; there are {', '.join(known)}")
-    return Conventions(**given)
+    own = Conventions(**given)
+    if own.causal and own.after:
+        raise ValueError(f"causal hides the keys that after={own.after} shows; declare one of them")
+    return own

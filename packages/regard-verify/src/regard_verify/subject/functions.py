@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import NO_MASK, MaskForm
-from regard_verify.subject.signatures import (
-    EMPTY,
-    order_of,
-    parameters_of,
-    required_of,
-)
+from regard_verify.subject.signatures import EMPTY, order_of, parameters_of, required_of
 from regard_verify.subject.subject import SubjectError, called, output_of
 
 OPTIONS: dict[str, tuple[str, ...]] = {  # options by ability, and the usual names of the argument

@@ -98,8 +98,8 @@ def widths_of(module: nn.Module, declared: int | None) -> list[int]:
 def softcap_of(module: nn.Module) -> float | None:
     """The bound of the scores, by an attribute that is called so."""
     for name, value in vars(inner_of(module)).items():
-        if re.search("soft_?cap|logits?_cap", name) and type(value) in (int, float) and value > 0:
-            return float(value)
+        if re.search("soft_?cap|logits?_cap", name) and type(value) in (int, float):
+            return float(value) if 0 < value < float("inf") else None
     return None
 
 

@@ -1,7 +1,6 @@
 """Probing the weights of a subject: their sign, rotation, scale, and the order of the heads."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,13 +8,14 @@ from torch import Tensor
 from regard_verify.law import Sizes, Trial, worst
 from regard_verify.mistakes import heads_of, mistakes
 from regard_verify.oracle import key_heads, rotated
+from regard_verify.subject.conventions import THETA
 from regard_verify.subject.reach import ProjectedHeads
 from regard_verify.subject.subject import Subject, SubjectError
 
 TOKENS = 6
 EVEN = 1e-3  # of the log weights: smaller differences are rounding, not positions
 CLOSE = 2e-3  # share of the differences between log weights that a rotation may leave unexplained
-THETAS = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0, 100.0, 5_000_000.0)
+THETAS = (THETA, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0, 100.0, 5_000_000.0)
 
 
 def probe_rotation(subject: Subject, trial: Trial) -> None:
@@ -29,7 +29,9 @@ def probe_rotation(subject: Subject, trial: Trial) -> None:
     except SubjectError:
         return
     if not turning and all(_spread(scores) < EVEN for _, _, scores in rows):
-        subject.conventions = own.found(pairing="none")
+        roles = getattr(subject.attend, "roles", None)  # other channels of latent attention rotate
+        none = own.theta is None or (roles is not None and roles.others > 0)
+        subject.conventions = own.found(pairing="none" if none else "halves")
         return
     for pairing, theta in rotations(own.theta):
         if all(_explains(pairing, theta, *row) for row in rows):
@@ -42,13 +44,13 @@ def probe_rotation(subject: Subject, trial: Trial) -> None:
 
 
 def _found(subject: Subject, pairing: str, theta: float) -> None:
-    subject.conventions = replace(subject.conventions.found(pairing=pairing), theta=theta)
+    subject.conventions = subject.conventions.found(pairing=pairing, theta=theta)
     subject.inferred["RoPE"] = f"{pairing}, theta {theta:g}"
 
 
-def rotations(theta: float) -> Iterator[tuple[str, float]]:
+def rotations(theta: float | None) -> Iterator[tuple[str, float]]:
     """The declared base first."""
-    for each in dict.fromkeys((theta, *THETAS)):
+    for each in dict.fromkeys((theta or THETA, *THETAS)):
         for pairing in ("halves", "pairs"):
             yield pairing, each
 

@@ -16,14 +16,7 @@ from torch import Tensor
 from regard_verify.law import Trial
 from regard_verify.subject.channels import LENGTH, Roles, changes, find_roles
 from regard_verify.subject.layouts import natural_roles
-from regard_verify.subject.projections import (
-    Attention,
-    Key,
-    Product,
-    Products,
-    placed,
-    tokens_for,
-)
+from regard_verify.subject.projections import Attention, Key, Product, Products, placed, tokens_for
 from regard_verify.subject.subject import SubjectError
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard_verify.blame import line_of, said
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import Reference, attention, pattern, rotated
-from regard_verify.subject.conventions import Conventions, Kind
+from regard_verify.subject.conventions import THETA, Conventions, Kind
 from regard_verify.subject.mask_forms import NO_MASK, MaskForm
 from regard_verify.visibility import read_weights
 
@@ -214,8 +214,9 @@ class Subject:
         visible = visible if keep is None else visible & keep
         if own.pairing in ("halves", "pairs"):
             first = max(k.shape[2] - q.shape[2], 0)
-            q = rotated(q, first + torch.arange(q.shape[2]), own.pairing, own.theta)
-            k = rotated(k, torch.arange(k.shape[2]), own.pairing, own.theta)
+            theta = own.theta or THETA
+            q = rotated(q, first + torch.arange(q.shape[2]), own.pairing, theta)
+            k = rotated(k, torch.arange(k.shape[2]), own.pairing, theta)
         options = {"scale": own.scale, "softcap": own.softcap, "sinks": self.sinks, **options}
         options.setdefault("tiled", own.head_order == "tiled")
         right = attention(q, k, v, keep=visible, **options)

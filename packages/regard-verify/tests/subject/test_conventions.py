@@ -31,7 +31,7 @@ WRONG = {  # values that no convention has, and what is said of them
     "softcap": (float("inf"), "softcap is a number, 0 or more; got inf"),
     "causal": ("yes", "causal is true or false; got 'yes'"),
     "mask": (5, "mask is the name of an argument; got 5"),
-    "new_cache": (5, "new_cache is the name of a function or class; got 5"),
+    "new_cache": (5, "new_cache is a name or a function; got 5"),
     "arguments": (None, "arguments is a mapping from names to values; got None"),
 }
 

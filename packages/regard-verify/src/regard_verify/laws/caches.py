@@ -24,9 +24,8 @@ def one_past_two_layers(subject: Subject, trial: Trial) -> None:
         raise NotApplicable("its cache is a returned value, which is not shared")
     steppers = [subject.stepper, subject.stepper.of(_another_layer(subject))]
     inputs = [subject.tokens(2, 6, trial) for _ in steppers]
-    alone = [
-        _in_turns([each], [x], [each.new()])[0] for each, x in zip(steppers, inputs, strict=True)
-    ]
+    given = zip(steppers, inputs, strict=True)
+    alone = [_in_turns([each], [x], [each.new()])[0] for each, x in given]
     if min(x.shape[1] for x in alone) < 6:
         raise NotApplicable("it could not be run in pieces of 3")
     states = [each.new() for each in steppers]

@@ -1,6 +1,7 @@
 """Laws of layers: absorbed MLA, cross-attention, state dicts, references, memory, train mode."""
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,7 +39,12 @@ def mla_absorbed(subject: Subject, trial: Trial) -> None:
 
 @law("exact", "context")
 def cross_attention(subject: Subject, trial: Trial) -> None:
-    """Cross-attention depends on the other sequence, but not on the order of its tokens."""
+    """Cross-attention depends on the other sequence, but not on the order of its tokens; keys and
+    values that are given apart are both read, and as what they are.
+    """
+    if subject.layer.inputs == 3:
+        with suppress(SubjectError):
+            _reads_keys_and_values(subject, trial)
     x, context = subject.tokens(2, 3, trial), subject.tokens(2, 5, trial)
     try:
         base = subject.run_layer(x, context=context)
@@ -51,11 +57,32 @@ def cross_attention(subject: Subject, trial: Trial) -> None:
         fail("L=3 S=5", "", "another output", "the same", cause)
     cause = "the context of an earlier call changes the output"
     require("L=3 S=5, the first context again", fresh, base, 0.0, cause)
-    if not bool(subject.visible(3, 5).all()):
-        return  # its own pattern depends on the order of these keys
+    unplaced = subject.conventions.pairing == "none" and not subject.has.unknown_positions
+    if not bool(subject.visible(3, 5).all()) or (subject.layer.inputs == 3 and not unplaced):
+        return  # its own pattern, or the positions of a sequence, depend on the order of these keys
     got = subject.run_layer(x, context=context[:, torch.tensor([4, 2, 0, 1, 3])])
     cause = "the order of the context matters"
     require("L=3 S=5, context in another order", got, base, tolerance(base), cause)
+
+
+def _reads_keys_and_values(subject: Subject, trial: Trial) -> None:
+    """Raise unless a layer of queries, keys and values reads the keys and the values it is given.
+
+    The weight of a single key is 1, whatever it is, unless sinks or the like take a part of it.
+    """
+    for queries, keys in ((3, 3), (1, 1), (3, 5)):
+        x, k, v = (subject.tokens(2, n, trial) for n in (queries, keys, keys))
+        base = subject.run_layer(x, others=(k, v))
+        other = {"query": (1 - x, k, v), "keys": (x, 1 - k, v), "values": (x, k, 1 - v)}
+        outs = {name: subject.run_layer(q, others=(k, v)) for name, (q, k, v) in other.items()}
+        same = [name for name, out in outs.items() if torch.equal(out, base)]
+        label = f"B=2 L={x.shape[1]} S={k.shape[1]}"
+        if k.shape[1] > 1 and {"keys", "values"} & {*same}:
+            cause = f"the {same[-1]} it is given are not read"
+            fail(label, "", "another output", "the same", cause)
+        if k.shape[1] == 1 and "query" in same and "keys" not in same:
+            cause = "the values are read from the keys"
+            fail(label, "", "the same for another key", "another output", cause)
 
 
 @law("exact", "module")

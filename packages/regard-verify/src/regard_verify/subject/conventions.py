@@ -35,25 +35,22 @@ def _number(x: Any) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool) and isfinite(x)
 
 
-_WHOLE = (_whole(0), "a whole number, 0 or more")
-_SIZE = (_whole(1), "a whole number above 0")
-_ABOVE_0 = (lambda x: _number(x) and x > 0, "a number above 0")
-_TEXT = (lambda x: isinstance(x, str), "the name of an argument")
-_MAKER = (lambda x: isinstance(x, str) or callable(x), "the name of a function or class")
-_MAPPING = (lambda x: isinstance(x, Mapping), "a mapping from names to values")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # which values are right, and in words
-    "arguments": _MAPPING, "options": _MAPPING, "mask": _TEXT, "cache": _TEXT,
-    "window_argument": _TEXT, "new_cache": _MAKER, "reference": _MAKER,
-    "causal": (lambda x: isinstance(x, bool), "true or false"),
-    "window": _WHOLE, "after": _WHOLE, "block": _WHOLE, "multiple": _SIZE, "ranks": _SIZE,
-    "heads": _SIZE, "kv_heads": _SIZE, "head_dim": _SIZE, "width": _SIZE,
-    "scale": _ABOVE_0, "theta": _ABOVE_0, "cache_bytes": _ABOVE_0,
-    "softcap": (lambda x: _number(x) and x >= 0, "a number, 0 or more"),
-    "blocks": (
-        lambda x: isinstance(x, (list, tuple)) and len(x) == 2 and all(map(_whole(0), x)),
-        "two whole numbers, 0 or more",
-    ),
-}  # fmt: skip
+def _pair(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and len(x) == 2
+
+
+_MAPPINGS = "arguments options"
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (  # which values are right
+    (_MAPPINGS, lambda x: isinstance(x, Mapping), "a mapping from names to values"),
+    ("mask cache window_argument", lambda x: isinstance(x, str), "the name of an argument"),
+    ("new_cache reference", lambda x: isinstance(x, str) or callable(x), "a name or a function"),
+    ("causal", lambda x: isinstance(x, bool), "true or false"),
+    ("window after block", _whole(0), "a whole number, 0 or more"),
+    ("multiple ranks heads kv_heads head_dim width", _whole(1), "a whole number above 0"),
+    ("scale theta cache_bytes", lambda x: _number(x) and x > 0, "a number above 0"),
+    ("softcap", lambda x: _number(x) and x >= 0, "a number, 0 or more"),
+    ("blocks", lambda x: _pair(x) and all(map(_whole(0), x)), "two whole numbers, 0 or more"),
+)
 
 
 @dataclass(frozen=True)
@@ -154,10 +151,11 @@ class Conventions:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
-        for name, (is_right, words) in _RULES.items():
-            value = getattr(self, name)
-            if (value is not None or words is _MAPPING[1]) and not is_right(value):
-                raise ValueError(f"{name} is {words}; got {value!r}")
+        for names, is_right, words in _RULES:
+            for name in names.split():
+                value = getattr(self, name)
+                if (value is not None or names is _MAPPINGS) and not is_right(value):
+                    raise ValueError(f"{name} is {words}; got {value!r}")
         if self.blocks is not None:  # a list in JSON
             object.__setattr__(self, "blocks", tuple(self.blocks))
         if self.after and self.causal is None:
@@ -166,9 +164,7 @@ class Conventions:
     def declared(self) -> dict[str, Any]:
         """The conventions that differ from the defaults, as a dictionary for JSON."""
         default = Conventions()
-        return {
-            name: value for name, value in asdict(self).items() if value != getattr(default, name)
-        }
+        return {n: value for n, value in asdict(self).items() if value != getattr(default, n)}
 
     def found(self, **values: Any) -> "Conventions":
         """These conventions, completed by `values` where nothing was declared."""

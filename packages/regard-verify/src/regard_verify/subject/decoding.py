@@ -219,11 +219,7 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
 def _starts(taken: Mapping[str, inspect.Parameter]) -> list[str]:
     """The arguments that count earlier tokens. `past` is one of them unless it may be None: then it
     is a cache."""
-    return [
-        name
-        for name in STARTS
-        if name in taken and (name != "past" or taken[name].default is not None)
-    ]
+    return [n for n in STARTS if n in taken and (n != "past" or taken[n].default is not None)]
 
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:

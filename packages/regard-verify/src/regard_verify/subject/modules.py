@@ -153,6 +153,8 @@ class ModuleCall:
         needed = self.context and (not self.alone or self.context in required_of(self.module))
         if context is None and needed:  # it must be given another sequence: here, its own
             context = x
+        if context is not None and self.inputs == 3:
+            others, context = (context, context), None
         if raw is not None:
             own = context is None or not self.names.get("context mask")
             given[self.form.argument if own else self.names["context mask"]] = raw

@@ -70,9 +70,7 @@ def with_form(subject: Subject, form: MaskForm, given: Mapping[MaskForm, Tensor]
     call = subject.attend if subject.module is None else subject.layer
     sizes = subject.fit(Sizes(2, 2, 2, TOKENS, TOKENS, 4, 4))
     heads = sizes.H if subject.module is None else call.heads
-    others = {
-        each.argument: each.encode(keep, (2, heads), torch.float32) for each, keep in given.items()
-    }
+    others = {x.argument: x.encode(keep, (2, heads), torch.float32) for x, keep in given.items()}
     options = {name: x for name, x in call.own.options.items() if name != form.argument}
     call = replace(call, form=form, own=replace(call.own, options={**options, **others}))
     if subject.module is None:
@@ -94,11 +92,9 @@ def causal_works(subject: Subject) -> bool:
 
 def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:
     """The module with each of its boolean causal options set to True, and that option in words."""
-    own = replace(subject.conventions, causal=True)
+    own = replace(subject, conventions=replace(subject.conventions, causal=True), attend=None)
     if subject.has.causal:
-        on = replace(
-            subject, layer=partial(subject.layer, causal=True), conventions=own, attend=None
-        )
+        on = replace(own, layer=partial(subject.layer, causal=True))
         if _runs(on):
             yield f"{subject.layer.names['causal']}=True", on
     for name, value in subject.switches.items():
@@ -107,9 +103,7 @@ def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:
         module = _built(subject, name)
         if module is None:
             continue
-        on = replace(
-            subject, layer=subject.layer_of(module), module=module, conventions=own, attend=None
-        )
+        on = replace(own, layer=subject.layer_of(module), module=module)
         if _runs(on):
             yield f"built with {name}=True", on
 

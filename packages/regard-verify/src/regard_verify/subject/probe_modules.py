@@ -109,7 +109,7 @@ def _call(module: nn.Module, subject: Subject) -> ModuleCall:
     names = parameters_of(module.forward)
     options = {option: name for option, usual in OPTIONS.items() for name in usual if name in names}
     has, masks = subject.has, masks_of(module)
-    has.context, has.weights = bool(context), "weights" in options
+    has.context, has.weights = bool(context) or order != "x", "weights" in options
     has.causal, has.documents = "causal" in options, "documents" in options
     form = MaskForm(masks[0] if masks else "")
     if context and context_mask_of(module):

@@ -196,11 +196,7 @@ def _between(call: Any, sizes: Sequence[dict[str, int]], trial: Trial) -> Attent
     first = keys if last is None else keys[:last]
     sources = [places[key] for key in first]
     tokens_first = _tokens_first(call, sizes[0], trial)
-    found = [
-        replace(place, tokens_first=place.key in tokens_first[0])
-        for place in sources
-        if place is not None
-    ]
+    found = [replace(x, tokens_first=x.key in tokens_first[0]) for x in sources if x is not None]
     if not found or len(found) != len(sources):
         return None
     sink = None

@@ -112,3 +112,37 @@ def both(q, k, v, attn_mask=None, key_padding_mask=None):
 def test_two_masks_of_a_function(subject, status):
     report = check(subject, only=["every_mask_argument"])
     assert statuses(report) == {"every_mask_argument": status}
+
+
+class TwoMasks(nn.Module):
+    """A mask of tokens, and one of queries by keys for all rows; `rows` are those of the first."""
+
+    def __init__(self, width=16, rows=None):
+        super().__init__()
+        self.rows, self.heads = rows, 4
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x, attn_mask=None, key_padding_mask=None):
+        q, k, v = (w(x).unflatten(-1, (4, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        keep = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        keep = keep if attn_mask is None else keep & attn_mask
+        if key_padding_mask is not None:
+            keep = keep & ~key_padding_mask[:, None, None, :][: self.rows]
+        return self.out(F.scaled_dot_product_attention(q, k, v, keep).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("rows", "status"), [(None, "passed"), (1, "failed")])
+def test_a_second_mask_is_of_each_row(rows, status):
+    (found,) = check(TwoMasks(rows=rows), only=["every_mask_argument"]).outcomes
+    assert found.status == status
+    assert rows is None or "key_padding_mask" in found.example.shape
+
+
+class MaskOfTokensFirst(TwoMasks):
+    def forward(self, x, mask=None, attn_mask=None):
+        return super().forward(x, attn_mask, None if mask is None else ~mask)
+
+
+def test_a_second_mask_may_be_one_for_all_rows():
+    (found,) = check(MaskOfTokensFirst(), only=["every_mask_argument"]).outcomes
+    assert found.status == "passed", found.example

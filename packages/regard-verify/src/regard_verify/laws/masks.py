@@ -63,9 +63,11 @@ def mask_broadcast(subject: Subject, trial: Trial) -> None:
     if subject.attend is None:
         length = subject.length(4)
         x, keep = subject.tokens(4, length, trial), trial.rand(4, 1, 1, length) < 0.6
+        form = subject.layer_form
         keep[..., 0] = True
+        keep = keep[:1].expand_as(keep) if form.shape == "LS" else keep  # one for all rows
         given = {"x": x, "keep": keep.expand(-1, -1, length, -1)}
-        rows = Call(f"B=4 L={length}", subject.layer, given)
+        rows = Call(f"B=4 L={length}, {form.argument}", subject.layer, given)
         return rows_alone(rows, "of the batch is not masked by its own mask")
     for sizes in (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(4, 4, 4, 4, 4, 4, 4), Sizes(3, 2, 2, 5, 4, 4)):
         sizes = subject.fit(sizes)
@@ -132,6 +134,8 @@ def every_mask_argument(subject: Subject, trial: Trial) -> None:
             cause = f"no form of {name} hides a key and nothing else: documented masks are accepted"
             fail("B=2 L=4", f"a mask given as {name}", "key 1 hidden", "otherwise", cause)
     usable = [form for form in found.values() if form is not None]
+    for form in usable[1:]:  # the other laws are asked with the first
+        mask_broadcast.run(with_form(subject, form, {}), trial)
     first, sizes = usable[0], subject.fit(Sizes(2, 2, 2, 4, 4, 4, 4))
     one, other = sizes.mask(1), sizes.mask(2)
     for second in usable[1:]:

@@ -140,6 +140,7 @@ def test_a_second_mask_is_of_each_row(rows, status):
 
 class MaskOfTokensFirst(TwoMasks):
     def forward(self, x, mask=None, attn_mask=None):
+        assert attn_mask is None or attn_mask.ndim == 2
         return super().forward(x, attn_mask, None if mask is None else ~mask)
 
 

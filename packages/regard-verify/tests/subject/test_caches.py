@@ -54,3 +54,26 @@ def test_a_cache_in_the_layer_is_empty_again_for_each_sequence(made_by):
 def test_a_cache_is_judged_in_a_layer():
     report = check(stores.Memory)
     assert "name a module whose forward(x, cache=None) updates it" in report.problem
+
+
+def no_layer():
+    return stores.OneLayer()
+
+
+@pytest.mark.parametrize(
+    ("made_by", "declared", "way"),
+    [
+        (stores.WithOneLayer, {"new_cache": stores.OneLayer}, "cache, single"),
+        (stores.WithOneLayer, {"new_cache": no_layer}, "cache, single"),
+        (stores.WithMemory, {"new_cache": stores.Memory}, "store, object"),
+    ],
+)
+def test_a_declared_cache_is_of_all_layers_if_it_is_given_a_layer(made_by, declared, way):
+    report = check(made_by, declared, only=STEPS)
+    assert report.inferred["cache"] == way
+    assert report.failed == []
+
+
+def test_a_cache_of_one_layer_that_is_declared_as_of_all_layers_is_shared():
+    like = {"new_cache": stores.OneLayer, "cache_style": "object"}
+    assert check(stores.WithOneLayer, like, only=STEPS).failed == ["one_past_two_layers"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from regard_verify.subject.guesses import SIZES, role_of
 from regard_verify.subject.lookup import named_beside
 from regard_verify.subject.positions import Positioned
 from regard_verify.subject.signatures import annotations_of, arguments_of, parameters_of
-from regard_verify.subject.subject import SubjectError
+from regard_verify.subject.subject import SubjectError, called
 
 Maker = Callable[[], Any]
 
@@ -22,8 +23,8 @@ Maker = Callable[[], Any]
 def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tuple[Maker, bool]]:
     """Makers of caches for an argument of a layer, the likeliest first.
 
-    Each comes with whether its caches are of all layers: those that are declared are asked what
-    happens if two layers share one, others only if they are given the index of a layer.
+    Each comes with whether its caches are of all layers, as those are that are given the index of a
+    layer: only these are asked what happens if two layers share one.
 
     Args:
         module: the layer, or its adapter.
@@ -34,8 +35,11 @@ def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tu
     if declared is not None:
         made_by = declared if callable(declared) else named_beside(beside, declared)
         if isinstance(made_by, type):
-            made_by = partial(_made, module, made_by)
-        return [(made_by, True)]
+            return [(partial(_made, module, made_by), _is_of_layers(made_by))]
+        made = None
+        with suppress(SubjectError):  # reported where a step needs it
+            made = called(made_by)
+        return [(made_by, _is_of_layers(made))]
     if isinstance(module, Adapter) and not isinstance(module, Positioned):
         return [(module.new_cache, True)]
     found = cache_classes(module, argument)
@@ -44,11 +48,13 @@ def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tu
         from transformers import DynamicCache
 
         found.append(DynamicCache)
-    makers: list[tuple[Maker, bool]] = []
-    for each in dict.fromkeys(found):
-        roles = {role_of(name) for name in parameters_of(getattr(each, update_of(each)))}
-        makers.append((partial(_made, module, each), bool(roles & {"layer index", "layers"})))
-    return makers
+    return [(partial(_made, module, each), _is_of_layers(each)) for each in dict.fromkeys(found)]
+
+
+def _is_of_layers(cache: Any) -> bool:
+    """Whether a cache, or a class of caches, is given the index of a layer."""
+    roles = {role_of(name) for name in parameters_of(getattr(cache, update_of(cache), None))}
+    return bool(roles & {"layer index", "layers"})
 
 
 def cache_classes(module: Any, argument: str) -> list[type]:

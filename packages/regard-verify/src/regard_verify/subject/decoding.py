@@ -202,8 +202,9 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
     found = []
     for name in [own.cache] if own.cache else names:
         makers = makers_of(module, name, own.new_cache, beside)
+        shared = own.cache_style == "object"  # as declared
         objects = [
-            Steps(call, subject, name, "object" if of_layers else "single", each)
+            Steps(call, subject, name, "object" if of_layers or shared else "single", each)
             for each, of_layers in makers
         ]
         plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []

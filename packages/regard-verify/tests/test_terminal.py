@@ -193,6 +193,11 @@ def test_the_help_names_the_exit_codes(monkeypatch, capsys):
         (["x", "--like", "polarity"], "name=value"),
         (["x", "--like", "what=1"], "no convention is called 'what'"),
         (["x", "--only", "what"], "no law is called 'what'"),
+        (["x", "--like", "scale=abc"], "scale is a number above 0; got 'abc'"),
+        (["x", "--like", "scale=NaN"], "scale is a number above 0; got nan"),
+        (["x", "--like", "heads=0"], "heads is a whole number above 0; got 0"),
+        (["x", "--seed", str(2**64)], "a seed is a number of 64 bits"),
+        (["x", "--memory", "inf"], "limit and memory are numbers below a billion"),
     ],
 )
 def test_wrong_options_are_exit_code_2(arguments, message, monkeypatch, capsys):
@@ -206,6 +211,10 @@ def test_the_list(monkeypatch, capsys):
     assert command(monkeypatch, "--list") == 0
     out = capsys.readouterr().out
     assert all(name in out for name in LAWS)
+    assert command(monkeypatch, "--list", "--json") == 0
+    laws = json.loads(capsys.readouterr().out)
+    assert [law["name"] for law in laws] == list(LAWS)
+    assert laws[0]["statement"] == LAWS[laws[0]["name"]].statement
 
 
 def test_the_version(monkeypatch, capsys):

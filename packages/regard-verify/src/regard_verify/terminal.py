@@ -69,6 +69,12 @@ def verify(
     """
     console = console_of()
     if subject is None or listed:
+        if as_json:
+            laws = [
+                {n: getattr(x, n) for n in ("name", "kind", "statement")} for x in LAWS.values()
+            ]
+            sys.stdout.write(json.dumps(laws, indent=1) + "\n")
+            return 0
         for law in LAWS.values():
             say(console, f"{law.name} ({law.kind}): {law.statement}", bold=law.name)
         return 0
@@ -163,9 +169,8 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
             line = f"{WORDS[each.status]} {each.law}: {each.statement}"
             say(console, line, bold=WORDS[each.status], colour=STATUS_COLOURS[each.status])
     else:
-        say(
-            console, f"{count_of(len(report.having('passed')), 'law')} kept.", style=COLOURS["kept"]
-        )
+        many = count_of(len(report.having("passed")), "law")
+        say(console, f"{many} kept.", style=COLOURS["kept"])
     if any(each.example and "B=" in each.example.shape for each in report.causes):
         say(console, f"Cases: {LETTERS}", style="dim")
     if any(each.example and each.example.actual_grid for each in report.causes):

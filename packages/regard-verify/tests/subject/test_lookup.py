@@ -57,6 +57,8 @@ def file(tmp_path, monkeypatch):
         (f"{HERE}", r"is a file: name one of CausalSelfAttention, .* after a colon"),
         ("no.such.module", "there is no module .no."),
         ("nothing", "there is no module .nothing."),
+        (":attention", "there is no module '': give PATH.py:NAME"),
+        (".near:attention", "there is no module .\\.near."),
         ("no/such/folder", "there is no module .no/such/folder."),
         ("torch.nn:MultiheadAtention", "did you mean MultiheadAttention"),
     ],

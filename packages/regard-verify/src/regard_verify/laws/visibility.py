@@ -180,9 +180,8 @@ def window_edges(subject: Subject, trial: Trial) -> None:
     if not subject.has.window or subject.module:
         if not subject.conventions.window:
             raise NotApplicable("it has no window")
-        return same_visibility(
-            sizes, subject.visible(length, length), subject.attended(sizes, trial)
-        )
+        expected = subject.visible(length, length)
+        return same_visibility(sizes, expected, subject.attended(sizes, trial))
     causal = subject.causal_options() or {}
     for window in (1, 2, 3, length - 1, length, length + 1):
         attended = subject.attended(sizes, trial, window=window, **causal)

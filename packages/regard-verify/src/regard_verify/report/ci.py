@@ -138,10 +138,5 @@ def badge(report: Report) -> str:
         >>> json.loads(badge(Report("mine")))["color"]
         'yellow'
     """
-    shown = {
-        "schemaVersion": 1,
-        "label": LABEL,
-        "message": report.counts(),
-        "color": COLOURS[report.verdict],
-    }
-    return json.dumps(shown) + "\n"
+    shown = {"schemaVersion": 1, "label": LABEL, "message": report.counts()}
+    return json.dumps({**shown, "color": COLOURS[report.verdict]}) + "\n"

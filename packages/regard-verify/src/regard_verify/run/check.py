@@ -47,7 +47,7 @@ def check(
         The report; it is true if no law is broken and all could be judged.
 
     Raises:
-        ValueError: for conventions or laws that do not exist.
+        ValueError: for conventions or laws that do not exist, and a seed of more than 64 bits.
         OSError: if the disk of temporary files, by which a separate process answers, is full.
 
     Examples:
@@ -71,6 +71,10 @@ def judge(request: Request, progress: Progress, start: Start) -> Report:
     for each in only or ():
         if each not in LAWS:
             raise ValueError(f"no law is called {each!r}; see regard-verify --list")
+    if not -(2**63) <= request.seed < 2**64:  # as torch takes it
+        raise ValueError(f"a seed is a number of 64 bits; got {request.seed}")
+    if not request.limit + request.memory < 1e9:  # NaN is not, either
+        raise ValueError("limit and memory are numbers below a billion")
     declared = request.conventions.declared()
     name = str(getattr(subject, "__name__", type(subject).__name__))
     name = subject if isinstance(subject, str) else name

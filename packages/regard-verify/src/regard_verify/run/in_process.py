@@ -129,9 +129,8 @@ def undisturbed(seed: int = 0) -> Iterator[None]:
 
     All settings are restored.
     """
-    threads, dtype, grad = (
-        torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
-    )  # fmt: skip
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)  # for building a subject; some laws set others
     try:

@@ -283,11 +283,8 @@ def _roles(
     """
     groups = _by_readers(kinds.values, shared)
     many = len(heads) // max(len(groups), 1)
-    own = {
-        readers: channels
-        for readers, channels in _by_readers(kinds.keys, shared).items()
-        if len(readers) == many
-    }
+    by_readers = _by_readers(kinds.keys, shared)
+    own = {readers: channels for readers, channels in by_readers.items() if len(readers) == many}
     by_key = [
         {partners[c]: c for c in kinds.queries if torch.equal(kinds.moved[c], head)}
         for head in heads
@@ -310,9 +307,8 @@ def _roles(
     if any(not set(other_keys) <= set(mine) for mine in by_key):
         return None
     other_queries = sorted([mine[key] for key in other_keys] for mine in by_key)
-    queries, keys, values, outputs = (
-        sorted(part, key=min) for part in (queries, keys, values, outputs)
-    )
+    parts = (queries, keys, values, outputs)
+    queries, keys, values, outputs = (sorted(part, key=min) for part in parts)
     return Roles(
         queries, keys, values, outputs, kinds.gates, opened, left_out, other_queries, other_keys
     )  # fmt: skip

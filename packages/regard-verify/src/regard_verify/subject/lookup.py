@@ -93,12 +93,10 @@ def _file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except SystemExit as error:
         raise SubjectError(f"running {path} ended the program, exit code {error.code}") from error
-    except ImportError as error:
-        if "relative import" not in str(error):
+    except Exception as error:
+        if not isinstance(error, ImportError) or "relative import" not in str(error):
             raise SubjectError(_while_run(path, error)) from error
         return _in_package(path)
-    except Exception as error:
-        raise SubjectError(_while_run(path, error)) from error
     finally:
         sys.argv = arguments
     return module
@@ -125,6 +123,8 @@ def _in_package(path: Path) -> Any:
 def _module(name: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if not all(name.split(".")):
+        raise SubjectError(f"there is no module {name!r}: {NEEDED}")
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -77,3 +77,24 @@ def test_a_declared_cache_is_of_all_layers_if_it_is_given_a_layer(made_by, decla
 def test_a_cache_of_one_layer_that_is_declared_as_of_all_layers_is_shared():
     like = {"new_cache": stores.OneLayer, "cache_style": "object"}
     assert check(stores.WithOneLayer, like, only=STEPS).failed == ["one_past_two_layers"]
+
+
+class FourRows(stores.Attention):
+    """It has places for 4 rows of a batch, and writes them in every call."""
+
+    def __init__(self, dim=32):
+        super().__init__(dim, 4, 2)
+        self.register_buffer("rows", torch.zeros(4, 2, 64, dim // 4))
+
+    def forward(self, x):
+        def write(k, v):
+            self.rows[: len(x), :, : x.shape[1]] = k.detach()
+            return k, v
+
+        return self.attend(x, write)
+
+
+def test_a_layer_with_places_for_four_rows_is_right():
+    report = check(FourRows, quick=True)
+    assert report.failed == []
+    assert "batch_invariance" in {each.law for each in report.having("passed")}

@@ -70,9 +70,8 @@ def verify(
     console = console_of()
     if subject is None or listed:
         if as_json:
-            laws = [
-                {n: getattr(x, n) for n in ("name", "kind", "statement")} for x in LAWS.values()
-            ]
+            told = ("name", "kind", "statement")
+            laws = [{name: getattr(law, name) for name in told} for law in LAWS.values()]
             sys.stdout.write(json.dumps(laws, indent=1) + "\n")
             return 0
         for law in LAWS.values():

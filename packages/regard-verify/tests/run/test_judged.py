@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import stores
 from regard_verify import check
 from regard_verify.report.report import Outcome, Report
 from regard_verify.run.check import unjudged
@@ -95,3 +96,15 @@ def test_what_counts_as_judged(statuses, judged):
 
 def test_the_reason_is_told():
     assert "not judged: no heads. " in unjudged(report_of(oracle_forward="not applicable"))
+
+
+def test_a_cache_of_an_unknown_kind_is_not_judged(monkeypatch):
+    monkeypatch.delattr(stores, "OneLayer")
+    monkeypatch.delattr(stores, "Memory")
+    report = check(stores.OfUnknownKind, quick=True)
+    assert report.failed == []
+    assert "steps with a cache were not judged: no cache was found that is taken" in report.unjudged
+    assert "cache=. Declare new_cache" in report.unjudged
+    assert report.exit_code == 3
+    assert check(stores.OfUnknownKind, {"cache": ""}, quick=True).verdict == "kept"
+    assert check(stores.Unused, quick=True).verdict == "kept"

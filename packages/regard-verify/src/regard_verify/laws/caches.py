@@ -213,8 +213,5 @@ def cache_bytes(subject: Subject, trial: Trial) -> None:
     _, state = subject.stepper.pieces(subject.tokens(1, tokens, trial), [64] * 4)
     held = storage_bytes(state.held)
     if held > 1.3 * declared * tokens:
-        cause = (
-            "it holds more than it declares: repeated heads, or keys and values where a latent "
-            "would be enough"
-        )
+        cause = "it holds more than is declared: repeated heads, or more than a latent"
         fail(f"{tokens} tokens", "bytes for each", f"{declared:g}", f"{held / tokens:.1f}", cause)

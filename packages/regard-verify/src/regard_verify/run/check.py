@@ -10,12 +10,14 @@ from regard_verify.report.report import Report
 from regard_verify.run.causes import settled
 from regard_verify.run.in_process import Progress, Request, Run, events
 from regard_verify.run.separate_process import Start, new_python, run_separately
+from regard_verify.subject.caches import UNFOUND
 from regard_verify.subject.conventions import Conventions, conventions_from
 
 REFERENCE = (  # what to declare where the definition cannot be asked
     "Name the function of (q, k, v) inside it, or declare reference=NAME, a function or module in "
     "its file that returns the right output"
 )
+NEW_CACHE = "Declare new_cache, a function or class that makes one, or cache= (nothing) for none"
 
 
 def check(
@@ -118,8 +120,10 @@ def unjudged(report: Report) -> str:
     status = {each.law: each for each in report.outcomes}
     asked = status.get("oracle_forward")  # the law of the values, and with them of the scale
     judged_by_reference = status.get("reference_parity")
-    if asked is None or asked.status not in ("not applicable", "defect"):
-        return ""
-    if judged_by_reference is not None and judged_by_reference.status == "passed":
-        return ""
-    return f"Its values and its scale were not judged: {asked.reason}. {REFERENCE}."
+    cache, found = report.inferred.get("cache", ""), []
+    by_reference = judged_by_reference is not None and judged_by_reference.status == "passed"
+    if asked is not None and asked.status in ("not applicable", "defect") and not by_reference:
+        found.append(f"Its values and its scale were not judged: {asked.reason}. {REFERENCE}.")
+    if cache.startswith(UNFOUND):
+        found.append(f"Its steps with a cache were not judged: {cache}. {NEW_CACHE}.")
+    return " ".join(found)

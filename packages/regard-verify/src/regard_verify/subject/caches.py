@@ -18,6 +18,7 @@ from regard_verify.subject.signatures import annotations_of, arguments_of, param
 from regard_verify.subject.subject import SubjectError, called
 
 Maker = Callable[[], Any]
+UNFOUND = "no cache was found that is taken as"
 
 
 def makers_of(module: Any, argument: str, declared: Any, beside: Any) -> list[tuple[Maker, bool]]:

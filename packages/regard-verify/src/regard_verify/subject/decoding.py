@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard_verify.law import Trial
 from regard_verify.subject.adapters import inner_of
-from regard_verify.subject.caches import cache_classes, content_of, makers_of
+from regard_verify.subject.caches import UNFOUND, cache_classes, content_of, makers_of
 from regard_verify.subject.modules import ModuleCall
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import Subject, SubjectError, called
@@ -120,10 +120,10 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
 
     Of several ways that work, it is the first that gives what one call on all tokens gives.
     """
-    call = subject.layer
-    own = subject.conventions
+    call, own = subject.layer, subject.conventions
     declared = bool(own.cache or own.new_cache or own.cache_style)
     working: list[Steps] = []
+    unknown = ""  # an argument that is read, and is no dictionary
     for steps in ways_of(call, subject, beside):
         state, before = None, None
         try:
@@ -137,6 +137,8 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
             if declared or filled:  # a class of its own file, in which the first tokens were put
                 subject.has.unusable_cache = True
                 subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
+            if steps.new_cache is dict and isinstance(error.__cause__, _OF_ANOTHER_KIND):
+                unknown = steps.argument
             continue
         unused = steps.new_cache is not None and content_of(state.held) == before
         if not declared and unused:
@@ -147,7 +149,7 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
     working = [each for each in working if declared or _is_certain(each)]
     if working:
         return _use(working[0], subject)
-    subject.inferred.setdefault("cache", "none")
+    subject.inferred.setdefault("cache", f"{UNFOUND} {unknown}=" if unknown else "none")
     return None
 
 
@@ -176,11 +178,11 @@ def _is_certain(steps: Steps) -> bool:
     if steps.style != "internal":
         return True
     inner = inner_of(steps.call.module)
-    return any(hasattr(inner, name) for name in RESETS) or any(
-        _STORED.search(name) for name in steps.empty
-    )
+    stored = any(_STORED.search(name) for name in steps.empty)
+    return stored or any(hasattr(inner, name) for name in RESETS)
 
 
+_OF_ANOTHER_KIND = (AttributeError, KeyError, TypeError)  # errors where a dictionary is none
 _STORED = re.compile(r"^_?(cache_?[kv]|[kv]_?cache|kv_?cache|past_?[kv])(ey|alue)?s?$", re.I)
 _ARGUMENTS = re.compile(r"cache|past|prev_?k|^kvs?$|incremental_state|^memory$|^state$", re.I)
 
@@ -203,12 +205,11 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
     for name in [own.cache] if own.cache else names:
         makers = makers_of(module, name, own.new_cache, beside)
         shared = own.cache_style == "object"  # as declared
-        objects = [
-            Steps(call, subject, name, "object" if of_layers or shared else "single", each)
-            for each, of_layers in makers
-        ]
+        for each, of_layers in makers:
+            style = "object" if of_layers or shared else "single"
+            found.append(Steps(call, subject, name, style, each))
         plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []
-        found += [*objects, Steps(call, subject, name, "tuple"), *plain]
+        found += [Steps(call, subject, name, "tuple"), *plain]
     either = {**parameters_of(inner_of(module).forward), **taken}
     started = either.keys() & {*_starts(either), *POSITIONS, "use_cache"}
     if any(hasattr(inner_of(module), name) for name in RESETS) or started:

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers as t
 
@@ -118,8 +119,15 @@ class Kind:
     options: dict[str, Any]
     fed: str = "decoder"  # or "encoder", "images", "pair", "speech"
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the installed transformers has the model: the oldest supported may not."""
+        return hasattr(t, self.config)
+
     def build(self, implementation: str | None = None) -> Any:
         """The model, in eval mode and float32, its weights large enough for attention to matter."""
+        if not self.is_here:
+            pytest.skip(f"transformers {t.__version__} has no {self.config}")
         torch.manual_seed(0)
         config = getattr(t, self.config)(**copy.deepcopy(self.options))
         capped = self.model.startswith("Gemma2")  # old versions dropped its softcap under sdpa

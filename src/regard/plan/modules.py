@@ -164,7 +164,7 @@ def shape_of_module(
     counted = parameters(shape, Workload(context=1))
     differs = f"it has {held:,} parameters, where a layer of these sizes has {counted:,}"
     why = _unsupported(shape, module, config) or differs * (held != counted)
-    return replace(shape, uncounted=max(0, held - counted), unsupported=why)
+    return replace(shape, extra_parameters=max(0, held - counted), unsupported=why)
 
 
 def _linear(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:

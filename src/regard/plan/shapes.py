@@ -57,7 +57,7 @@ class LayerShape:
         query_scale: the code of the factor of queries by their positions, as `PositionScale(0.1,
             8192)`; `""` without.
         rope: the code of the rotary embedding, as `Rotary(64, theta=500000.0)`; `""` without RoPE.
-        uncounted: parameters of a module of transformers that do not follow from these sizes.
+        extra_parameters: those of a module of transformers that do not follow from these sizes.
         unsupported: why no layer of regard computes this one; `""` if one does.
 
     Examples:
@@ -91,7 +91,7 @@ class LayerShape:
     scale: float | None = None
     query_scale: str = ""
     rope: str = ""
-    uncounted: int = 0
+    extra_parameters: int = 0
     unsupported: str = ""
 
     @property

@@ -21,7 +21,7 @@ def parameters(layer: LayerShape, work: Workload) -> int:
     states, are on each of them.
     """
     counted = sum(matrices(layer, work).values()) + sum(vectors(layer, work).values())
-    return counted + layer.uncounted
+    return counted + layer.extra_parameters
 
 
 def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:

@@ -370,6 +370,15 @@ LAYERS = [
     ),
     layer("mask ignored", "padding_content", "mask_polarity", keep=lambda mask, past: None),
     layer(
+        "mask of the new tokens alone",
+        "padding_content",
+        keep=lambda mask, past: (
+            mask
+            if past is None or mask is None
+            else mask | (torch.arange(mask.shape[-1]) < counted(past))
+        ),
+    ),
+    layer(
         "mask hides with a small value",
         "mask_polarity",
         "padding_content",

@@ -1,12 +1,15 @@
 """Laws of fully masked queries, of padding, and of rows of the batch."""
 
+from contextlib import suppress
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
 from regard_verify.laws.cases import FOUR, random_mask, rows_alone
 from regard_verify.oracle import pattern
-from regard_verify.subject.subject import Call, Subject, called
+from regard_verify.subject.subject import Call, Subject, SubjectError, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
 
@@ -112,6 +115,12 @@ def padding_content(subject: Subject, trial: Trial) -> None:
             other = torch.cat([x[:, :real], x[:, real:] * 3 + 9], 1)
             got = subject.run_layer(other, keep=keep)[:, :real]
             _unchanged(f"B=2 L={length}", got, base)
+    if subject.stepper is not None:
+        x, steps = subject.tokens(2, 6, trial), replace(subject.stepper, hidden=1)
+        other = torch.cat([x[:, :1], x[:, 1:2] * 3 + 9, x[:, 2:]], 1)
+        with suppress(SubjectError):  # such a layer may take no mask in its steps
+            outs = [steps.pieces(each, [4, 1, 1])[0][:, 2:] for each in (other, x)]
+            _unchanged("B=2, 4 tokens and 2 steps, token 1", *outs)
 
 
 def _unchanged(shape: object, got: Tensor, base: Tensor) -> None:

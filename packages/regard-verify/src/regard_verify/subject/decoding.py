@@ -37,6 +37,7 @@ class Steps:
         style: `object`, `single`, `tuple` or `internal`, as in `Conventions.cache_style`.
         new_cache: makes an empty cache, where it is an object.
         empty: the tensors, numbers and None that the module held before the first call.
+        hidden: a token that its masks hide.
     """
 
     call: ModuleCall
@@ -45,6 +46,7 @@ class Steps:
     style: str
     new_cache: Any = None
     empty: dict[str, Any] = field(default_factory=dict)
+    hidden: int | None = None
 
     def new(self) -> CacheState:
         """An empty cache."""
@@ -75,6 +77,9 @@ class Steps:
         keep = None
         if columns or (not self.subject.conventions.causal and self.subject.has.mask):
             keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
+        if self.hidden is not None:
+            others = (torch.arange(length) != self.hidden).expand(1, 1, x.shape[1], length)
+            keep = others if keep is None else others & keep
         with torch.no_grad():
             result = self.call.result(x, keep=keep, before=state.length, **given)
         held = state.held if self.style != "tuple" else _returned_cache(result)

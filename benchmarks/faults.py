@@ -202,7 +202,8 @@ def bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def install(file: str, tree: ast.Module, names: set[str]) -> None:
-    """Replace the code of functions of a file that is imported by that of a changed tree.
+    """Replace the code of functions of a file that is imported, and of functions that these have
+    made, by that of a changed tree.
 
     The changed source is what `inspect` shows from now on: code that is compiled and stored is
     named by its source.
@@ -210,21 +211,22 @@ def install(file: str, tree: ast.Module, names: set[str]) -> None:
     path = str(ROOT / file)
     module = file.removeprefix("src/").removesuffix(".py").replace("/", ".")
     importlib.import_module(module.removesuffix(".__init__"))
-    changed = {each.co_qualname: each for each in codes(compile(tree, path, "exec"))}
+    found = list(codes(compile(tree, path, "exec")))
+    changed = {(each.co_qualname, each.co_firstlineno): each for each in found}
     gc.unfreeze()  # `conftest` freezes what was imported, and frozen objects are not listed
     for each in gc.get_objects():
         if type(each) is types.FunctionType and each.__code__.co_filename == path:
-            name = each.__code__.co_qualname
-            if name in names and each.__code__.co_freevars == changed[name].co_freevars:
-                each.__code__ = changed[name]
+            new = changed.get((each.__code__.co_qualname, each.__code__.co_firstlineno))
+            known = each.__code__.co_qualname.partition(".<locals>")[0] in names
+            if known and new is not None and each.__code__.co_freevars == new.co_freevars:
+                each.__code__ = new
     lines = ast.unparse(tree).splitlines(keepends=True)
     linecache.cache[path] = (sum(map(len, lines)), None, lines, path)
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of each function of a module, and of each method of its classes."""
+    """The code of each function of a module, of its classes and of other functions."""
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield each
-            if not each.co_flags & 0x02:  # a class, whose names are not local variables
-                yield from codes(each)
+            yield from codes(each)

@@ -37,6 +37,7 @@ def test_it_is_a_stream_of_the_keys():
     torch.testing.assert_close(tensor, turned)
     assert torch.equal(keys.narrow(5, 9).to_tensor(), tensor[:, :, 5:14])
     assert torch.equal(keys.rows(1, 1).to_tensor(), tensor[1:])
+    assert list(keys.cuts(5)) == [(0, TOKENS)]
     assert not keys.is_shared
     alone = keys.rows(0, 1)
     assert alone._replace(latents=alone.latents.expand(2, -1, -1, -1)).is_shared

@@ -1,6 +1,7 @@
 """One cache, one layer: shared, copied, differentiated, left half way, checkpointed."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -27,7 +28,7 @@ from regard.cache import NO_CACHE, PagedCache, PagePool
 from regard.cache.codes import QuantizedStream
 from regard.cache.parts import TENSORS, Storage
 from regard.layers.attending import Attending
-from regard.layers.cache_use import requiring_grad
+from regard.layers.cache_use import _USES, requiring_grad
 from regard.masks import EVERYTHING
 from regard.ops.observed import calls_run
 
@@ -470,3 +471,13 @@ def test_a_copy_belongs_to_no_layer_after_a_refused_call():
     assert_same(out, whole[:, 3:4])
     with pytest.raises(ValueError, match="another layer"):  # now it belongs to that layer
         other(x[:, 4:], cache=copied)
+
+
+def test_nothing_stays_of_a_cache_that_is_gone():
+    layer, cache = Attention(8, 2, mask=Causal()), KVCache()
+    layer(torch.randn(1, 2, 8), cache=cache)
+    number = id(cache)
+    assert number in _USES
+    del cache
+    gc.collect()
+    assert number not in _USES

@@ -93,6 +93,7 @@ class Rule:
         (Alibi([0.5] * 3), "is for 3 heads, the call has 4 query heads"),
         (RelativeBias(5).requires_grad_(False), "is for 5 heads, the call has 4 query heads"),
         (Rule(lambda span: torch.zeros(3, 3)), r"broadcasts to .* \[1, 4, 5, 5\], got .* \[3, 3\]"),
+        (Rule(lambda span: torch.zeros(1, 4, 5, 3)), r"broadcasts to .*, got .* \[1, 4, 5, 3\]"),
         (Rule(lambda span: None), "returned NoneType, not a tensor"),
         (Rule(lambda span: span.batch), r"raised AttributeError .*a rule has bias\(span, \*"),
     ],

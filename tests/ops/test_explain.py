@@ -5,11 +5,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from regard import Causal, SlidingWindow, Span, attend, attention_weights, explain, prepare
+from regard import Causal, Part, SlidingWindow, Span, attend, attention_weights, explain, prepare
 from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import Storage
 from regard.ops.backends import BACKENDS
-from regard.ops.explain import Verdict, explanation
+from regard.ops.explain import Verdict, explanation, weights_of
 
 
 def test_every_backend_has_a_line_and_one_runs():
@@ -80,6 +80,16 @@ def test_weights_times_values_are_the_output():
     torch.testing.assert_close(out, attend(q, k, v, mask=Causal()))
     some = attention_weights(q, k, mask=Causal(), heads=[3, -4], queries=[4, -5])
     torch.testing.assert_close(some, weights[:, [3, 0]][:, :, [4, 0]])
+
+
+def test_weights_are_those_of_all_keys_of_the_span():
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 9, 8)
+    span = Span(13, 15, 6, 15)  # a window of 3 reads the keys from slot 11
+    call = prepare(q, k, k, mask=Causal() & SlidingWindow(3), span=span)
+    got = weights_of(call, q, [Part(6, 15, (k, k))])
+    scores = (q @ k.mT) * 8**-0.5
+    keep = torch.tensor([[0] * 5 + [1] * 3 + [0], [0] * 6 + [1] * 3]).bool()
+    torch.testing.assert_close(got, scores.masked_fill(~keep, -torch.inf).softmax(-1))
 
 
 @pytest.mark.parametrize("wrong", [{"heads": [4]}, {"heads": [-5]}, {"queries": [5]}], ids=str)

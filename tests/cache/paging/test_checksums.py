@@ -31,6 +31,11 @@ def test_pairs_of_flipped_signs_are_noticed():
         assert checksums(changed) != before
 
 
+def test_both_sums_have_factors_of_their_own():
+    one, other = checksums(torch.randn(64))
+    assert one != other
+
+
 def test_swapped_elements_and_zeros_at_the_end_are_noticed():
     x = torch.arange(9_000.0)
     assert checksums(x.flip(0)) != checksums(x)

@@ -141,6 +141,17 @@ def test_evict_frees_every_reusable_page():
     assert pool.prefix(TOKENS, context=CONTEXT).length == 0
 
 
+@pytest.mark.parametrize("keep", [-1, 1.5, "all", True], ids=str)
+def test_a_number_of_pages_that_stay_is_whole(keep):
+    pool = PagePool(100, 4)
+    stored(pool)
+    gc.collect()
+    before = pool.nbytes
+    with pytest.raises((TypeError, ValueError), match="keep is "):
+        pool.evict(keep)
+    assert pool.nbytes == before
+
+
 def test_other_weights_are_refused_and_the_pool_is_unchanged():
     pool = PagePool(100, 4)
     stored(pool)

@@ -156,7 +156,7 @@ class PagePool:
         Returns:
             The number of pages that were freed.
         """
-        check_whole("keep", keep)
+        check_whole("keep", keep, least=0)
         with self.memory.lock:
             self.memory.settle()
             before = len(self.memory.pages)

@@ -7,7 +7,7 @@ import pytest
 
 from regard.compare import chosen, compare
 from regard.compare.ahead import compile_kernels, kernels_ahead
-from regard.ops.kernels import appending, launching, stepping
+from regard.ops.kernels import launching, stepping
 from tiny import tiny
 
 
@@ -19,10 +19,10 @@ def folder(tmp_path):
 
 def test_the_kernels_are_those_that_the_rows_decode_with(folder, texts, monkeypatch):
     """Those of steps, of which a row of a key head is one query, and those that append a token."""
-    tiles, steps, own, step = [], [], launching.compiled, appending.kernel
+    tiles, steps, own, step = [], [], launching.compiled, stepping.append_kernel
     for module in (launching, stepping):
         monkeypatch.setattr(module, "compiled", lambda *tile: tiles.append(tile) or own(*tile))
-    monkeypatch.setattr(appending, "kernel", lambda *it: steps.append(it) or step(*it))
+    monkeypatch.setattr(stepping, "append_kernel", lambda *it: steps.append(it) or step(*it))
     rows = chosen(["int8", "k8v4", "deepseek-50"])
     compile_kernels(folder, rows, context=texts.windows.shape[1])
     ahead, tiles[:] = list(tiles), []

@@ -8,6 +8,7 @@ import importlib
 import linecache
 import random
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,7 +213,9 @@ def install(file: str, tree: ast.Module, names: set[str]) -> None:
     module = file.removeprefix("src/").removesuffix(".py").replace("/", ".")
     importlib.import_module(module.removesuffix(".__init__"))
     found = list(codes(compile(tree, path, "exec")))
+    places = Counter((each.co_qualname, each.co_firstlineno) for each in found)
     changed = {(each.co_qualname, each.co_firstlineno): each for each in found}
+    changed = {place: each for place, each in changed.items() if places[place] == 1}  # lambdas
     gc.unfreeze()  # `conftest` freezes what was imported, and frozen objects are not listed
     for each in gc.get_objects():
         if type(each) is types.FunctionType and each.__code__.co_filename == path:

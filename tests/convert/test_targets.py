@@ -102,6 +102,8 @@ def test_contradictions_are_refused(to, options, message):
 def test_one_layer_is_no_list_of_layers():
     with pytest.raises(TypeError, match=r"give \[layer\] for one|Type-check"):
         target_of("mqa", shipped()[0])
+    with pytest.raises(TypeError, match=r"not empty"):
+        target_of("mqa", [])
 
 
 @pytest.mark.parametrize("to", [3, None])

@@ -121,7 +121,7 @@ def target_of(
         stored: of the shipped model, which its cache has; that of the layers if None.
 
     Raises:
-        TypeError: if `shipped` is a layer, and no list; if `to` is no text.
+        TypeError: if `shipped` is a layer, and no list, or is empty; if `to` is no text.
         ValueError: if `to` is none of these, or does not fit the model.
 
     Examples:
@@ -131,8 +131,8 @@ def target_of(
         >>> print(target_of("mla", [gqa], budget=0.5))  # 31 numbers and a position: 128 of 256
         mla:31 exact-rope
     """
-    if isinstance(shipped, Attention):
-        raise TypeError("shipped is a list of the model's layers; give [layer] for one")
+    if isinstance(shipped, Attention) or not shipped:
+        raise TypeError("shipped is a list of the model's layers, not empty; give [layer] for one")
     if not isinstance(to, str):
         raise TypeError(f"to is text, such as 'mqa' or 'mla:128', got {to!r}")
     to = to.lower()

@@ -151,7 +151,7 @@ class PagePool:
         """Free reusable pages, least recently used first, until so many are left.
 
         Args:
-            keep: reusable pages that stay, at most.
+            keep: reusable pages that stay, at most: a whole number from 0; others are a ValueError.
 
         Returns:
             The number of pages that were freed.

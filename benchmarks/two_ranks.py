@@ -6,6 +6,7 @@ and uses no processor. Every round runs each variant once, as `interleave` does.
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ def _rank(rank: int, store: str, program: Callable[[DeviceMesh, Any], None], opt
     )
     program(init_device_mesh("cpu", (RANKS,)), options)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads outlive the group, and may abort while the interpreter ends
 
 
 def once(work: Work) -> Sample:

@@ -249,7 +249,8 @@ def test_pages_agree_with_lists(form, cold):
 @pytest.mark.usefixtures("unchecked")
 def test_the_machine_finds_mistakes(fault, machine, monkeypatch):
     fault(monkeypatch)
-    searched = settings(histories(2000), phases=(Phase.generate,), max_examples=60)
+    examples = 600 if LONG else 60  # other histories in each long run: sixty may miss a fault
+    searched = settings(histories(2000), phases=(Phase.generate,), max_examples=examples)
     machine = type("Mistaken", (machine,), {"format": "K8V4"})
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError, ExceptionGroup)):
         run_state_machine_as_test(machine, settings=searched)

@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from regard import EVERYTHING, NOTHING, Causal, Chunked, Documents, Padding, Prefix, Span
+from regard import (
+    EVERYTHING,
+    NOTHING,
+    Causal,
+    Chunked,
+    Documents,
+    Padding,
+    Prefix,
+    SlidingWindow,
+    Span,
+)
 
 ROWS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 
@@ -120,11 +130,17 @@ def test_a_mask_whose_data_cannot_be_read_stays_and_can_be_dense():
         (lambda: Documents.from_cu_seqlens(torch.tensor([0, 3, 2])), ValueError, "never decreases"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([0])), ValueError, "n1"),
         (lambda: Prefix([1, 2], start=torch.tensor([0, 0, 0])), ValueError, "2 lengths and 3"),
-        (lambda: Prefix([1, -2]), ValueError, "0 or more"),
-        (lambda: Prefix(2.5), TypeError, "whole numbers, got float|Type-check"),
+        (lambda: Prefix([1, -2]), ValueError, "or more"),
+        (lambda: Prefix(2.5), TypeError, "whole numbers, got 2.5|Type-check"),
         (lambda: Prefix(torch.tensor([2.5])), ValueError, r"lengths is \[B\]"),
         (lambda: Chunked(2, start=torch.tensor(3)), ValueError, r"start is \[B\]"),
-        (lambda: Chunked(False), ValueError, "whole size of at least 1, got False"),
+        (lambda: Chunked(False), ValueError, "whole size in 1.* got False"),
+        (
+            lambda: SlidingWindow(2**63),
+            ValueError,
+            "whole size in 1.* got 9223372036854775808",
+        ),
+        (lambda: Prefix([1, None]), TypeError, "whole numbers, got .*None|Type-check"),
     ],
 )
 def test_errors_of_data_say_what_to_give_instead(wrong, error, message):

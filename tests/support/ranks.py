@@ -89,11 +89,13 @@ class Pool:
 
     def _answer_of(self, rank):
         try:
-            message = self.pipes[rank].recv_bytes()
+            file = Path(self.pipes[rank].recv_bytes().decode())
         except EOFError:
             self.processes[rank].join(1)
             return Failed(rank, f"ended, with exit code {self.processes[rank].exitcode}")
-        return torch.load(io.BytesIO(message), weights_only=False)
+        answer = torch.load(file, weights_only=False, mmap=True)
+        file.unlink()  # tensors that are mapped keep its contents
+        return answer
 
     def end(self):
         if os.getpid() == self.owner:
@@ -167,7 +169,6 @@ def _serve(rank, folder, pipe):
             message = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
-        answer = io.BytesIO()
         try:
             given = torch.load(io.BytesIO(message), weights_only=False)
             unchecked, sizes, function, args, options = given
@@ -176,8 +177,11 @@ def _serve(rank, folder, pipe):
             result = function(meshes[sizes], *args, **options)
         except BaseException:
             result = Failed(rank, traceback.format_exc())
-        torch.save(result, answer)
-        pipe.send_bytes(answer.getvalue())
+        # By a file: of a real model's gradients, a message would be in memory four times.
+        file = Path(folder) / f"answer-{rank}"
+        torch.save(result, file)
+        del result
+        pipe.send_bytes(str(file).encode())
 
 
 class Apart:

@@ -5,6 +5,7 @@ Constructors read tensors once; `within` reads none, so that no call waits for a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -222,21 +223,20 @@ class Prefix(EqualByData):
     def __post_init__(self) -> None:
         lengths = self.lengths
         check_vector("start", self.start)
+        rows = lengths if isinstance(lengths, Sequence) else (lengths,)
+        if not all(isinstance(each, Tensor | Integral | torch.SymInt) for each in rows):
+            raise TypeError(f"Prefix takes lengths as whole numbers, got {lengths!r}")
         if isinstance(lengths, Sequence):
             self._set(lengths=tuple(lengths))
-            device = "cpu" if self.start is None else self.start.device
-            lengths = torch.tensor(lengths, device=device)
-        elif not isinstance(lengths, Tensor | int | torch.SymInt):
-            raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
+            lengths = torch.tensor(lengths, device=getattr(self.start, "device", "cpu"))
         check_vector("lengths", lengths if isinstance(lengths, Tensor) else None)
         self._check_rows(lengths)
         lengths, start = self._copies(lengths, self.start)
         self._set(given=(self.lengths, self.start))
         if isinstance(self.lengths, Tensor):
             self._set(lengths=lengths)
-        known = bounds(lengths)
-        if known is not None and known[0] < 0:
-            raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
+        if (known := bounds(lengths)) is not None and not 0 <= known[0] <= known[1] < 2**63:
+            raise ValueError(f"Prefix has lengths of 0 (none) or more, got {self.lengths!r}")
         end = lengths if start is None else lengths + start
         begins = bounds(0 if start is None else start)
         self._set(start=start, end=end, ends=bounds(end), begins=begins)

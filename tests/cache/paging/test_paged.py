@@ -183,3 +183,19 @@ def test_streams_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=message):
             cache.update(*new)
         assert cache.length == 10
+
+
+def test_parts_of_unequal_rows_are_read_although_another_cache_took_pages_since():
+    pool = PagePool(16, 4)
+    cache, other = PagedCache(pool, window=3), PagedCache(pool)
+    first, new = torch.randn(2, 1, 2, 2), torch.randn(2, 1, 9, 2)
+    cache.update(first)
+    cache.truncate(torch.tensor([1, 0]))
+    parts = cache.update(new)  # the window after it has left the first page of the second row
+    other.update(torch.full((9, 1, 4, 2), torch.nan))  # nine pages
+    read = torch.cat([part.streams[0] for part in parts], 2)
+    assert read[0, :, :10].equal(torch.cat([first[0, :, :1], new[0]], 1))
+    assert read[1, :, :9].equal(new[1])
+    for _ in range(2):
+        cache.update(new[:, :, :1])
+    assert pool.nbytes.held == (2 + 9) * 4 * 2 * 4  # bytes of float32

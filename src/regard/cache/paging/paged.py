@@ -138,19 +138,20 @@ class PagedCache(Stepping, Stored):
             rows.settle()
             if append.needed or memory.offloading is not None:
                 memory.reserve(append.needed)
-            several = append.added > 1 and self._lengths.rows is None
-            parts = self._past_and(new) if several or append.stores_codes else None
+            as_given = append.stores_codes or (append.added > 1 and self._lengths.rows is None)
+            parts = self._past_and(new) if as_given else None
             grown = appending.with_new_pages(memory, tables, append)
             appending.write(grown, append, new)
             after = self._lengths.grown(append.added)
             like = self._like or tuple(each.empty(len(tables)) for each in kind.open.outlines)
             if parts is None:
-                start = self._needed(self._lengths.shortest)
-                parts = rows.parts(start, after.longest, like, grown)
+                parts = rows.parts(self._needed(self._lengths.shortest), after.longest, like, grown)
             last = appending.with_codes(memory, grown, append)
             appending.seal(last, append)
             self._kind, self._like, self._lengths = kind, like, after
             last = self._without_pages_before_window(last)
+            if not (as_given or last is grown or grown is rows.tables):
+                rows.replace(grown)  # the parts read pages that are before a row's window already
             if last is not rows.tables:
                 rows.replace(last, retires=True)
             return parts

@@ -61,8 +61,7 @@ class TableChange(NamedTuple):
     @property
     def freed(self) -> int:
         """Unreferenced pages of no stored prefix, free once the references are dropped."""
-        pages = self.left.items()
-        return sum(count == page.references and page.node is None for page, count in pages)
+        return sum(n == page.references and page.node is None for page, n in self.left.items())
 
     def carry_out(self, memory: Memory) -> list[PageTable]:
         """The tables with the copies. Raises a ValueError if the pool has too few pages; nothing

@@ -88,6 +88,11 @@ def test_too_little_text_is_refused():
         convert(model, [target_of("mqa", shipped_of(model))], tokens(2, 20))
 
 
+def test_a_target_in_another_form_is_refused(unchecked):
+    with pytest.raises(TypeError, match=r"made by target_of\(to, layers\), got 'mqa'"):
+        convert(tiny("llama"), ["mqa"], tokens(8, 128))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -47,6 +47,13 @@ def test_normed_and_latent_queries_are_refused():
             query_moments(ZOO[name].build(), tokens(1, 9))
 
 
+def test_tokens_that_the_model_has_not_are_refused():
+    model = ZOO["llama"].build()
+    last = len(model.get_input_embeddings().weight) - 1
+    with pytest.raises(ValueError, match=f"tokens are in 0..{last}, .* got 0 to {last + 1}"):
+        query_moments(model, torch.tensor([[0, last + 1]]))
+
+
 def test_the_rotation_ahead_is_the_mean_of_the_rotations():
     torch.manual_seed(0)
     rope = Rotary(8)

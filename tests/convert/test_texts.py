@@ -1,8 +1,10 @@
 """Windows of tokens from texts: consecutive, in equal parts, and refused if a text is too short."""
 
+from pathlib import Path
+
 import pytest
 
-from regard.convert import windows_of
+from regard.convert import texts, windows_of
 from regard.convert.texts import calibration, many_kinds, python_texts, read_texts, unwrapped
 from tiny import VOCABULARY
 
@@ -44,6 +46,18 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     file.write_bytes("été".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt is no text in UTF-8"):
         read_texts([file])
+
+
+def test_a_file_that_never_ends_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "LONGEST", 9)
+    file = tmp_path / "long.txt"
+    file.write_text("é" * 9, encoding="utf-8")
+    assert texts.read_text(file) == "é" * 9
+    file.write_text("é" * 10, encoding="utf-8")
+    endless = Path("/dev/zero")  # of Linux and macOS
+    for longer in (file, endless) if endless.exists() else (file,):
+        with pytest.raises(ValueError, match="has more than 9 characters; give a part of it"):
+            texts.read_text(longer)
 
 
 def test_windows_of_texts():

@@ -22,6 +22,7 @@ from regard.convert.lossy.regroup import regroup
 from regard.convert.lossy.sensitivity import gradients_of
 from regard.convert.recording import recording
 from regard.convert.targets import Target, check_fits
+from regard.convert.texts import check_tokens
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.layers.attention import Attention
@@ -106,6 +107,7 @@ def convert(
         ValueError: before any work, if a target does not fit, the text is too short or has tokens
             that the model has not, or the model's attention is unknown or has no layer of regard
             that computes the same.
+        TypeError: if a target is not made by `target_of`.
 
     Examples:
         >>> import torch
@@ -123,6 +125,8 @@ def convert(
     modules = attention_modules(model)
     shipped = [attention_of(module) for module in modules.values()]
     for target in targets:
+        if not isinstance(target, Target):
+            raise TypeError(f"targets are made by target_of(to, layers), got {target!r}")
         for layer in shipped:
             check_fits(target, layer)
     made = {target: _exact(target, shipped) or Converted(target, [], []) for target in targets}
@@ -143,10 +147,7 @@ def _check_text(model: Any, tokens: Any) -> None:
     if tokens.ndim != 2 or tokens.numel() < SHORTEST:
         got = f"{tuple(tokens.shape)}; about 10,000 are enough"
         raise ValueError(f"calibration text is {rule}, got {got}")
-    last, low, high = len(model.get_input_embeddings().weight) - 1, tokens.min(), tokens.max()
-    if low < 0 or high > last:
-        got = f"{low} to {high}; use the tokenizer of the model"
-        raise ValueError(f"calibration tokens are in 0..{last}, as the model has them, got {got}")
+    check_tokens(tokens, model)
 
 
 def _exact(target: Target, shipped: Sequence[Attention]) -> Converted | None:

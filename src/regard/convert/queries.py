@@ -25,8 +25,8 @@ def query_moments(model: Any, windows: Int[Tensor, "N L"]) -> list[QueryMoments]
         windows: tokens of calibration text, as `regard.convert.windows_of` makes them.
 
     Raises:
-        ValueError: if regard does not support the model's attention, or the queries of a layer are
-            not such a map: they are normed, or made of a latent.
+        ValueError: if regard does not support the model's attention, the model has no embedding of
+            a token, or the queries of a layer are not such a map: they are normed, or of a latent.
 
     Examples:
         >>> import regard.hf, torch

@@ -28,6 +28,7 @@ DOCUMENTED = (
 )
 SOURCES = "heapq textwrap statistics bisect calendar fractions"
 MANY_KINDS = Path(__file__).with_name("many_kinds.txt")  # 12,000 tokens of SmolLM2's
+LONGEST = 2**26  # characters of a file: some devices, such as /dev/zero, never end
 SHORTEST = 200  # characters: shorter docstrings are mostly boilerplate
 
 
@@ -120,11 +121,24 @@ def read_texts(files: Iterable[Path]) -> list[str]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file. Raises a ValueError that names the file if it is no text in UTF-8."""
+    """The text of a file. Raises a ValueError that names the file if it is no text in UTF-8, or
+    longer than `LONGEST` characters."""
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(LONGEST + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: {error}; convert it first") from error
+    if len(text) > LONGEST:
+        raise ValueError(f"{file} has more than {LONGEST:,} characters; give a part of it")
+    return text
+
+
+def check_tokens(tokens: Tensor, model: Any) -> None:
+    """Raise a ValueError if the model has no embedding for some token."""
+    last, low, high = len(model.get_input_embeddings().weight) - 1, tokens.min(), tokens.max()
+    if low < 0 or high > last:
+        got = f"{low} to {high}; use the model's own tokenizer"
+        raise ValueError(f"tokens are in 0..{last}, as the model has them, got {got}")
 
 
 def unwrapped(text: str) -> str:

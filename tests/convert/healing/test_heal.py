@@ -183,7 +183,7 @@ def test_what_cannot_be_healed_is_refused_before_any_work():
     refuses("windows of 200 tokens; the student has 128 positions", windows=tokens(2, 200))
     refuses("windows of 129 tokens; the student has 128", windows=tokens(2, 129))
     heal(*pair(), tokens(2, 128), steps=1, recipe=QUICK)
-    refuses(f"tokens are 0 to {VOCABULARY}, the vocabulary", windows=WINDOWS * 0 + torch.tensor([[0], [VOCABULARY]] * 3))  # fmt: skip  # noqa: E501
+    refuses(f"tokens are in 0..{VOCABULARY - 1}, as the model has them, got 0 to {VOCABULARY}", windows=WINDOWS * 0 + torch.tensor([[0], [VOCABULARY]] * 3))  # fmt: skip  # noqa: E501
     refuses("no parameter of the student would be trained", attention=[nn.Linear(1, 1)])
 
 

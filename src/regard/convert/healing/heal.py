@@ -19,6 +19,7 @@ from regard.convert.healing.environment import fast_attention, only_training, ot
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
 from regard.convert.healing.state import Record, load_record, load_state, save_state
 from regard.convert.measuring import divergence
+from regard.convert.texts import check_tokens
 from regard.hf.families.finding import find
 from regard.hf.generating.predicting import hidden_states
 from regard.hf.packages import require
@@ -309,12 +310,7 @@ def _check_tokens(tokens: Tensor, recipe: Recipe, student: Any) -> None:
     longest = getattr(student.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ValueError(f"windows of {length:,} tokens; the student has {longest:,} positions")
-    vocabulary = student.get_output_embeddings().weight.shape[0]
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-        raise ValueError(
-            f"tokens are {int(tokens.min())} to {int(tokens.max())}, the vocabulary has "
-            f"{vocabulary:,}; use the student's own tokenizer"
-        )
+    check_tokens(tokens, student)
 
 
 def _check_trained(trained: dict[str, nn.Parameter], teacher: nn.Module) -> None:

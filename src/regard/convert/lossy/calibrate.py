@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from regard.convert.linear import linear_of, weight_and_bias
 from regard.convert.recording import Recorded, first, input_of, observing, recording
+from regard.convert.texts import check_tokens
 from regard.hf.families.finding import attention_modules
 from regard.hf.running.binding import bound, calling, is_bound
 
@@ -122,6 +123,7 @@ def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
 
 def input_moments(model: Any, windows: Int[Tensor, "N L"]) -> list[Moments]:
     """The moments of the inputs of each attention module of a model over some text."""
+    check_tokens(windows, model)
     with watch(list(attention_modules(model).values())) as moments:
         for window in windows:
             model.base_model(input_ids=window[None], use_cache=False)

@@ -162,10 +162,10 @@ class Evicting(Contiguous, Attending):
         """
         call, (part,) = prepared.call, parts
         if call.dropout or call.score_bias is not None:
+            got = f"dropout={call.dropout}, score_bias: {type(call.score_bias).__name__}"
             raise ValueError(
-                "EvictingCache is for inference without a score bias, got "
-                f"dropout={call.dropout}, score_bias={call.score_bias!r:.60}; call layer.eval(), "
-                "or use KVCache()"
+                f"EvictingCache is for inference without a score bias, got {got}; call "
+                "layer.eval(), or use KVCache()"
             )
         if self._before is None:
             raise ValueError("attend() reads what update() returned; call cache.update(k, v) first")

@@ -43,3 +43,8 @@ def test_work_is_counted():
 def test_sizes_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         bench(**{**TINY, **wrong})
+
+
+def test_tensors_that_no_memory_holds_are_refused_before_any_work():
+    with pytest.raises(ValueError, match="has 17,179,869,184 bytes, at most 8,589,934,592 are"):
+        bench(heads=1 << 20, kv_heads=1, head_dim=1 << 10, keys=16, dtype=torch.float32)

@@ -61,6 +61,8 @@ def test_tune_saves_what_it_measures_and_removes_it(monkeypatch, capsys, tunable
     assert stored() is None
     assert command(monkeypatch, "tune", "--forget") == 0
     assert capsys.readouterr().out == "nothing was saved\n"
+    assert command(monkeypatch, "tune", "--forget", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["removed"] is None
 
 
 BUSY = {

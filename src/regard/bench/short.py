@@ -24,6 +24,7 @@ from regard.words import counted
 TORCH = "torch sdpa"
 ROUNDS = 15  # in each of which every entry runs once
 SLOW = 20.0  # backends whose estimate is this many times the best one are not measured
+LARGEST = 8 << 30  # bytes of one tensor of a call, which has three and an output
 SECONDS = 2.0  # for each shape, after which no further round begins
 
 Progress = Callable[[str, int, int], None]
@@ -190,7 +191,8 @@ def bench(
         progress: called with the present shape, the steps done and their number.
 
     Raises:
-        ValueError: if a size is below 1, or `kv_heads` does not divide `heads`.
+        ValueError: if a size is below 1, `kv_heads` does not divide `heads`, or a tensor has more
+            than 8 GiB.
 
     Examples:
         >>> from regard.bench import bench
@@ -203,6 +205,11 @@ def bench(
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "keys": keys}
     if min(sizes.values()) < 1 or heads % kv_heads:
         raise ValueError(f"each of {sizes} is at least 1, and kv_heads divides heads")
+    most = max(kv_heads * keys, heads * keys // 4) * head_dim * dtype.itemsize
+    if most > LARGEST:
+        raise ValueError(
+            f"a tensor of {sizes} has {most:,} bytes, at most {LARGEST:,} are measured"
+        )
     wanted = shapes(**sizes)
     progress("the limits of this machine", 0, len(wanted) + 1)
     with torch.no_grad():

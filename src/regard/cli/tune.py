@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from regard.cli.layout import tabulate
-from regard.cli.options import Json, option, start, verb
+from regard.cli.options import Json, Threads, option, start, verb
 from regard.cli.terminal import UNWRAPPED, print_measured, remarks, say, stdout, waiting
 from regard.words import counted
 
@@ -33,9 +33,7 @@ COLUMNS = ("rate", "usual", "before", "now", "quartiles apart")
 @verb
 def tune(
     forget: bool = option(False, "Remove the saved rates; use the defaults.", "--forget"),
-    threads: int | None = option(
-        None, "CPU threads, as your programs use; torch's choice if left out.", min=1
-    ),
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine once, so that the fastest backend is chosen on it."""
@@ -49,8 +47,10 @@ def tune(
 
     if forget:
         gone = forget_speed()
+        if as_json:
+            return print_measured({"removed": gone and str(gone)})
         say(stdout(UNWRAPPED), f"removed {gone}" if gone else "nothing was saved")
-        return
+        return None
     check_can_store("rates")  # first: measuring takes a while
     before = SPEED.load()
     with waiting("measuring this machine"):
@@ -69,8 +69,7 @@ def tune(
         written = {name: asdict(rate) for name, rate in rates.items()}
         written |= {"spread": tuning.spread, "drift": tuning.drift, "load": asdict(tuning.load)}
         written |= {"choices": asdict(choices) | {"average": choices.average}}
-        print_measured({"path": str(path), **written})
-        return
+        return print_measured({"path": str(path), **written})
     console = stdout()
     show(before, tuning, console)
     console.print()
@@ -79,6 +78,7 @@ def tune(
         say(console, "So backends are chosen as by the constants, and all rates change alike.")
     say(console, f"Saved in {path}: backends are chosen by them from now on.")
     say(console, "Next: regard bench compares the choice; regard tune --forget removes them.")
+    return None
 
 
 def show(before: "Speed", tuning: "Tuning", console: Console) -> None:

@@ -134,11 +134,11 @@ def test_a_mask_whose_data_cannot_be_read_stays_and_can_be_dense():
         (lambda: Prefix(2.5), TypeError, "whole numbers, got 2.5|Type-check"),
         (lambda: Prefix(torch.tensor([2.5])), ValueError, r"lengths is \[B\]"),
         (lambda: Chunked(2, start=torch.tensor(3)), ValueError, r"start is \[B\]"),
-        (lambda: Chunked(False), ValueError, "whole size in 1.* got False"),
+        (lambda: Chunked(False), ValueError, "at least 1, got False"),
         (
             lambda: SlidingWindow(2**63),
             ValueError,
-            "whole size in 1.* got 9223372036854775808",
+            "at least 1, got 9223372036854775808",
         ),
         (lambda: Prefix([1, None]), TypeError, "whole numbers, got .*None|Type-check"),
     ],

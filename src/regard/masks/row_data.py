@@ -126,7 +126,7 @@ def _of_row(value: Any, row: int) -> Any:
 def check_size(name: str, size: object, meaning: str) -> None:
     whole = isinstance(size, int | torch.SymInt) and not isinstance(size, bool)
     if not whole or not 1 <= size < 2**63:  # type: ignore[operator]
-        raise ValueError(f"{name} has a whole size in 1..2**63 - 1, got {size!r}; {meaning}")
+        raise ValueError(f"{name} has a whole size < 2**63, at least 1, got {size!r}; {meaning}")
 
 
 def described(value: object) -> str:

@@ -5,6 +5,7 @@ n of them, and is given their mesh.
 """
 
 import atexit
+import ctypes
 import io
 import multiprocessing
 import os
@@ -182,6 +183,15 @@ def _serve(rank, folder, pipe):
         torch.save(result, file)
         del result
         pipe.send_bytes(str(file).encode())
+        _trim()
+
+
+def _trim():
+    """Give memory that was freed back to the system: ranks wait for the next test, and glibc keeps
+    gigabytes of the models of the last one."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Apart:

@@ -238,7 +238,7 @@ def test_neutral_masks_are_left_out():
     [
         (lambda: SlidingWindow(0), ValueError, "at least 1"),
         (lambda: Chunked(0), ValueError, "at least 1"),
-        (lambda: Prefix(-1), ValueError, "or more"),
+        (lambda: Prefix(-1), ValueError, "0 or more"),
         (lambda: Prefix(1, start=torch.zeros(1, 1)), ValueError, r"start is \[B\]"),
         (lambda: Documents(torch.zeros(2, 3)), TypeError, "integer"),
         (lambda: Documents(torch.zeros(1, 2, 3, dtype=torch.int64)), ValueError, r"\[B, S\]"),

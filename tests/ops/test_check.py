@@ -26,7 +26,7 @@ def test_divisors_are_in_order():
         (Q, Q[:, :, :2], ValueError, "the same heads and keys"),
         (Q[..., :7], Q, ValueError, "one head dim, got 8 and 7; only v may differ"),
         (Q[:, :3], Q[:, :3], ValueError, r"4 heads of q .* 3 of k and v; .*\[1, 2, 4\]"),
-        (Q.to_sparse(), Q, ValueError, r"k.to_dense\(\)"),
+        (Q.to_sparse(), Q, ValueError, r"give k.to_dense\(\)"),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(unchecked, k, v, error, message):

@@ -236,7 +236,7 @@ class Prefix(EqualByData):
         if isinstance(self.lengths, Tensor):
             self._set(lengths=lengths)
         if (known := bounds(lengths)) is not None and not 0 <= known[0] <= known[1] < 2**63:
-            raise ValueError(f"Prefix has lengths of 0 (none) or more, got {self.lengths!r}")
+            raise ValueError(f"Prefix has lengths of 0 or more, < 2**63, got {self.lengths!r}")
         end = lengths if start is None else lengths + start
         begins = bounds(0 if start is None else start)
         self._set(start=start, end=end, ends=bounds(end), begins=begins)

@@ -61,7 +61,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.itemsize < 2:
             raise ValueError(f"{name} has 16 bits a number or more, got {x.dtype}; cast it first")
         if x.layout != torch.strided:
-            raise ValueError(f"{name} is a dense tensor, got {x.layout}; pad or {name}.to_dense()")
+            raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them")
     if not q.device == k.device == v.device:

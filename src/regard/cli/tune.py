@@ -48,9 +48,10 @@ def tune(
     if forget:
         gone = forget_speed()
         if as_json:
-            return print_measured({"removed": gone and str(gone)})
-        say(stdout(UNWRAPPED), f"removed {gone}" if gone else "nothing was saved")
-        return None
+            print_measured({"removed": gone and str(gone)})
+        else:
+            say(stdout(UNWRAPPED), f"removed {gone}" if gone else "nothing was saved")
+        return
     check_can_store("rates")  # first: measuring takes a while
     before = SPEED.load()
     with waiting("measuring this machine"):
@@ -69,26 +70,25 @@ def tune(
         written = {name: asdict(rate) for name, rate in rates.items()}
         written |= {"spread": tuning.spread, "drift": tuning.drift, "load": asdict(tuning.load)}
         written |= {"choices": asdict(choices) | {"average": choices.average}}
-        return print_measured({"path": str(path), **written})
+        print_measured({"path": str(path), **written})
+        return
     console = stdout()
-    show(before, tuning, console)
+    show(usual, before, tuning, console)
     console.print()
     say(console, f"{str(choices).capitalize()}.")
     if choices.objection() is not None:
         say(console, "So backends are chosen as by the constants, and all rates change alike.")
     say(console, f"Saved in {path}: backends are chosen by them from now on.")
     say(console, "Next: regard bench compares the choice; regard tune --forget removes them.")
-    return None
 
 
-def show(before: "Speed", tuning: "Tuning", console: Console) -> None:
-    """Print the rates as a table."""
+def show(usual: "Speed", before: "Speed", tuning: "Tuning", console: Console) -> None:
+    """Print the rates as a table, beside the constants and the rates before."""
     import torch
 
     from regard.ops.explain import kernel_objection
-    from regard.rates import typical
 
-    rows, unmeasured, usual = [], [], typical(torch.get_num_threads())
+    rows, unmeasured = [], []
     for name, (what, factor) in UNITS.items():
         values = (getattr(speed, name) * factor for speed in (usual, before, tuning.speed))
         if (apart := tuning.spread.get(name)) is None:

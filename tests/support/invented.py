@@ -119,6 +119,6 @@ PRINTED = {
     "bench": partial(bench.show, BENCH),
     "bench --all": partial(bench.show, BENCH, every=True),
     "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),
-    "tune": partial(tune.show, replace(DEFAULT, call=2e-6, products=320e9), TUNING),
+    "tune": partial(tune.show, DEFAULT, replace(DEFAULT, call=2e-6, products=320e9), TUNING),
     "generate": partial(generate.show, WRITTEN),
 }

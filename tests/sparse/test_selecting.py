@@ -1,4 +1,6 @@
-"""`SelectingCache`: full attention where all pages are read, Quest's definition where few are."""
+"""`SelectingCache`: full attention where all pages are read, the definition where few are."""
+
+import math
 
 import pytest
 import torch
@@ -67,8 +69,10 @@ def _step_by_definition(layer, x, count, valid=None):
                 bounds = []
                 for start in starts[1:-2]:
                     keys = k[row, g, start : start + SIZE]
-                    low, high = keys.min(0).values, keys.max(0).values
-                    bounds.append(torch.maximum(q[row, h, -1] * low, q[row, h, -1] * high).sum())
+                    query = q[row, h, -1] / WIDTH**0.5
+                    deviation = (query.square() * keys.var(0, correction=0)).sum().sqrt()
+                    greatest = math.sqrt(2 * math.log(SIZE)) * deviation
+                    bounds.append(query @ keys.mean(0) + greatest)
                 shares.append(torch.stack(bounds).log_softmax(0))
             best = torch.stack(shares).amax(0).topk(count - 3).indices + 1
             pages = sorted({0, *best.tolist(), len(starts) - 2, len(starts) - 1})

@@ -1,5 +1,6 @@
-"""Bounds of the keys of pages: which pages may matter for a query, without reading their keys."""
+"""Bounds of the products of a query with the keys of a page: which pages may matter for it."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -8,17 +9,21 @@ from torch import Tensor
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number of each channel of the keys, `[B, G, pages, D]`, of full
-    pages. These tensors are replaced, never written."""
+    """The mean of each channel of the keys of a full page, `[B, G, pages, D]`, and `2 ln n` times
+    the variance, n the tokens of a page: the greatest of n normal numbers is on average at most
+    `sqrt(2 ln n)` deviations above their mean. These tensors are replaced, never written."""
 
-    low: Float[Tensor, "B G n D"]
-    high: Float[Tensor, "B G n D"]
+    mean: Float[Tensor, "B G n D"]
+    spread: Float[Tensor, "B G n D"]
 
     @classmethod
     def of(cls, keys: Float[Tensor, "B G S D"], page_size: int) -> "Bounds":
         """The bounds of whole pages of keys."""
-        pages = keys.detach().unflatten(2, (-1, page_size))
-        return cls(pages.amin(3), pages.amax(3))
+        pages = keys.detach().float().unflatten(2, (-1, page_size))
+        variance, mean = torch.var_mean(pages, 3, correction=0)
+        most = min(torch.finfo(keys.dtype).max, torch.finfo(torch.float32).max)
+        spread = (2 * math.log(page_size) * variance).clamp(max=most)
+        return cls(mean.to(keys.dtype), spread.to(keys.dtype))
 
     def followed_by(self, other: "Bounds") -> "Bounds":
         """With further pages after these."""
@@ -30,8 +35,7 @@ class Bounds(NamedTuple):
 
     def highest(self, q: Float[Tensor, "B H 1 D"]) -> Float[Tensor, "B G n"]:
         """For each page the logarithm of its share of the exponentials of the bounds, by the head
-        of the group for which that is greatest."""
-        grouped = q.unflatten(1, (self.low.shape[1], -1)).squeeze(3)
-        above, below = grouped.clamp(min=0), grouped.clamp(max=0)
-        most = above @ self.high.mT + below @ self.low.mT
-        return most.float().log_softmax(-1).amax(2)
+        of the group for which that is greatest; queries are scaled."""
+        grouped = q.float().unflatten(1, (self.mean.shape[1], -1)).squeeze(3)
+        above = grouped.square() @ self.spread.float().mT
+        return (grouped @ self.mean.float().mT + above.sqrt_()).log_softmax(-1).amax(2)

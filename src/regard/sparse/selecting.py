@@ -1,8 +1,8 @@
 """A cache in pages that reads only the pages whose keys may matter for a query.
 
-Every token stays. A page has bounds, the least and the greatest number of each channel of its keys:
-so a product of a query with any key of the page is at most `sum(max(q * low, q * high))` (Quest,
-Tang et al. 2024, arXiv:2406.10774). A decoding step reads the pages of the highest bounds.
+Every token stays. From the mean and the variance of each channel of its keys, a page has a bound
+that the products of a query with its keys hardly exceed. A decoding step reads the pages of the
+highest bounds, as Quest does (Tang et al. 2024, arXiv:2406.10774) with bounds from extremes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -201,7 +201,7 @@ class SelectingCache(Stored, Attending):
                 "SelectingCache reads keys as they are stored, without dropout or a score bias; "
                 "this layer rebuilds keys, or has one of these: use PagedCache(pool)"
             )
-        self.selected = chosen = self._select(q, count)
+        self.selected = chosen = self._select(q * call.scale, count)
         return self._attend_pages(prepared, q, chosen, sinks)
 
     def truncate(self, length: int | Tensor) -> None:
@@ -224,7 +224,7 @@ class SelectingCache(Stored, Attending):
         """Keep these batch rows, `[N]` integers, in this order; repeated rows share full pages."""
         self.cache.reorder(rows)
         if self._bounds is not None:
-            some = rows.to(self._bounds.low.device)
+            some = rows.to(self._bounds.mean.device)
             self._bounds = Bounds(*(each.index_select(0, some) for each in self._bounds))
         self._places = None
 
@@ -271,15 +271,12 @@ class SelectingCache(Stored, Attending):
     def _bound(self, parts: tuple[Part, ...]) -> None:
         """Store the bounds of pages that are full now."""
         size, known = self.cache.memory.page_size, self._bounds
-        first = 0 if known is None else known.low.shape[2] * size
+        first = 0 if known is None else known.mean.shape[2] * size
         stop = self.length // size * size
         if first >= stop:
             return
-        keys = []
-        for part in parts:
-            start, end = max(first, part.kv_start), min(stop, part.kv_stop)
-            if start < end:
-                keys.append(part.narrow(start, end).streams[0])
+        ranges = [(max(first, each.kv_start), min(stop, each.kv_stop), each) for each in parts]
+        keys = [part.narrow(*ends).streams[0] for *ends, part in ranges if ends[0] < ends[1]]
         new = Bounds.of(torch.cat(keys, 2), size)
         self._bounds = new if known is None else known.followed_by(new)
         self._places = None
@@ -289,10 +286,9 @@ class SelectingCache(Stored, Attending):
         last ones, and of those between them the highest."""
         assert self._bounds is not None
         stop = self._all_pages
-        last = range(stop - LAST, stop)
         shares = self._bounds.between(FIRST, stop - LAST).highest(q)
         best = shares.topk(count - FIRST - LAST, -1).indices.sort(-1).values + FIRST
-        always = torch.tensor([*range(FIRST), *last], device=best.device)
+        always = torch.tensor([*range(FIRST), *range(stop - LAST, stop)], device=best.device)
         always = always.expand(*best.shape[:2], -1)
         return torch.cat([always[..., :FIRST], best, always[..., FIRST:]], 2)
 

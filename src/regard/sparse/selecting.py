@@ -26,6 +26,7 @@ from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.masks.runs import true_runs
 from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial, merge
+from regard.ops.parts import visible_parts
 from regard.ops.prepared import Prepared
 from regard.sparse.attention import prepare_rows
 from regard.sparse.bounds import Bounds
@@ -275,9 +276,8 @@ class SelectingCache(Stored, Attending):
         stop = self.length // size * size
         if first >= stop:
             return
-        ranges = [(max(first, each.kv_start), min(stop, each.kv_stop), each) for each in parts]
-        keys = [part.narrow(*ends).streams[0] for *ends, part in ranges if ends[0] < ends[1]]
-        new = Bounds.of(torch.cat(keys, 2), size)
+        full = visible_parts(Span(first, stop, first, stop), parts)
+        new = Bounds.of(torch.cat([part.streams[0] for part in full], 2), size)
         self._bounds = new if known is None else known.followed_by(new)
         self._places = None
 

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.tracing import without_autocast
+
 
 class Bounds(NamedTuple):
     """The mean of each channel of the keys of a full page, `[B, G, pages, D]`, and `2 ln n` times
@@ -37,5 +39,6 @@ class Bounds(NamedTuple):
         """For each page the logarithm of its share of the exponentials of the bounds, by the head
         of the group for which that is greatest; queries are scaled."""
         grouped = q.float().unflatten(1, (self.mean.shape[1], -1)).squeeze(3)
-        above = grouped.square() @ self.spread.float().mT
-        return (grouped @ self.mean.float().mT + above.sqrt_()).log_softmax(-1).amax(2)
+        with without_autocast(q.device):  # squares leave the range of float16
+            above = grouped.square() @ self.spread.float().mT
+            return (grouped @ self.mean.float().mT + above.sqrt_()).log_softmax(-1).amax(2)

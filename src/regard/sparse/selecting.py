@@ -108,11 +108,10 @@ class SelectingCache(Stored, Attending):
                 f"cache is empty and without a window, got {cache.length} tokens and "
                 f"window={cache.window}; a window is short enough to be read"
             )
-        if isinstance(pages, float):
-            if not 0.0 < pages <= 1.0:
-                raise ValueError(f"pages is a share in (0, 1] or a whole number, got {pages}")
-        else:
+        if not isinstance(pages, float):
             check_whole("pages", pages, least=FIRST + LAST + 1)
+        elif not 0.0 < pages <= 1.0:
+            raise ValueError(f"pages is a share in (0, 1] or a whole number, got {pages}")
         self.cache, self.pages = cache, pages
         self.selected: Int[Tensor, "B G n"] | None = None  # by the last step; None: all were read
         self._bounds: Bounds | None = None
@@ -193,8 +192,7 @@ class SelectingCache(Stored, Attending):
         call, parts = prepared.call, tuple(parts)
         count, self.selected = self._count(), None
         if q.shape[2] != 1 or not len(q) or count >= self._all_pages:
-            mask, span = call.given_mask, call.given_span
-            bias = call.score_bias
+            mask, span, bias = call.given_mask, call.given_span, call.score_bias
             whole = prepare_rows(prepared, q, parts[0], mask, span, score_bias=bias, sinks=sinks)
             return whole.run(q, parts)
         if parts[0] is not self._parts[0] or call.dropout or call.score_bias is not None:
@@ -254,8 +252,7 @@ class SelectingCache(Stored, Attending):
 
     def fill(self, record: Record) -> None:
         self.cache.fill(record)
-        rows, length = self.cache.rows, self.length
-        if rows and length:
+        if self.cache.rows and self.length:
             self._bound(self.cache.peek(*(each[:, :, :0] for each in self.cache.empty_streams)))
 
     def _count(self) -> int:

@@ -8,7 +8,8 @@ from regard.plan.shapes import STORAGES
 
 
 def test_caches_have_one_list_of_names():
-    assert (*NAMES,) == names.CACHES
+    of_python = "condensing"  # a text is condensed between two calls of the model
+    assert tuple(each for each in NAMES if each != of_python) == names.CACHES
     assert (*STORAGES,) == names.STORAGES
     assert {each.cache for each in CANDIDATES if isinstance(each.cache, str)} <= {*names.CACHES}
     for each in names.PAGES:

@@ -17,7 +17,14 @@ from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
 from regard.names import FORMATS
 from regard.plan.shapes import LayerShape
-from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, SnapKV, Streaming
+from regard.sparse import (
+    CondensingCache,
+    EvictingCache,
+    ExpectedAttention,
+    QuantizedEvicting,
+    SnapKV,
+    Streaming,
+)
 from regard.sparse.evicting import RECENT, SINKS
 from regard.sparse.scores import Score
 from regard.words import one_of
@@ -38,6 +45,7 @@ class Candidate:
         cache: the name of a cache, as `regard.hf.cache` takes it, but for `"growing"`, `"static"`
             and `"paged"`; or a function that builds one layer's.
         exact: whether only rounding is lost.
+        condense: the share of the tokens that stay once a text is read, of a `CondensingCache`.
         few: whether it is a row if the user names none.
         usual: whether it is among the rows of `--attention all`.
 
@@ -56,6 +64,7 @@ class Candidate:
     choose: Choose
     cache: str | Callable[[], Cache] = "auto"
     exact: bool = False
+    condense: float | None = None
     few: bool = False
     usual: bool = True
 
@@ -174,6 +183,7 @@ SCORES: dict[str, Score] = {
     "streaming": Streaming(),
 }
 SHARES = (0.75, 0.5, 0.25)
+DECODED = 64  # tokens at the end of each window that are given one at a time
 USUAL = ("shipped", "int8", "k8v4", "k6v4", "k4v4", "latent-75", "latent-50")  # of `CANDIDATES`
 
 
@@ -199,6 +209,23 @@ def evicted(share: float, score: str = "expected attention", format: str = "") -
     )
 
 
+def condensed(share: float, format: str = "") -> Candidate:
+    """A row whose cache is condensed to a share of the tokens once a text is read.
+
+    Examples:
+        >>> from regard.compare.candidates import condensed
+        >>> condensed(0.25, "K8V4").name
+        '{kind}, condensed to 25 %, K8V4'
+    """
+    return Candidate(
+        f"condensed-{share:.0%}-{format}",
+        f"{{kind}}, condensed to {share:.0%}{f', {format}' if format else ''}".replace("%", " %"),
+        as_shipped,
+        cache=partial(CondensingCache, format or None),
+        condense=share,
+    )
+
+
 def methods() -> tuple[Candidate, ...]:
     """The rows of a frontier without a budget, the shipped one first."""
     own = [each for key in USUAL for each in CANDIDATES if each.key == key]
@@ -206,7 +233,8 @@ def methods() -> tuple[Candidate, ...]:
     together = [
         evicted(share, format=format) for format in ("K8V4", "K4V4") for share in (0.75, 0.5)
     ]
-    return (*own, *scores, *together)
+    read = [condensed(share, format) for format in ("", "K8V4") for share in (0.5, 0.25)]
+    return (*own, *scores, *together, *read)
 
 
 def within(
@@ -236,5 +264,8 @@ def within(
         if shares:
             scores = SCORES if not format else ("expected attention",)
             found += [evicted(shares[-1], score, format) for score in scores]
+            read = context - DECODED  # tokens that are condensed: those decoded are all held
+            if (share := (shares[-1] * context - DECODED) // (read / 100) / 100) * read > fewest:
+                found.append(condensed(share, format))
     latent = f"latent-{budget:.0%}".removesuffix("%")
     return (*found, *(each for each in CANDIDATES if each.key == latent))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from regard.compare.candidates import Candidate, methods, within
+from regard.compare.candidates import DECODED, Candidate, methods, within
 from regard.compare.measure import Row
 from regard.compare.needles import Document, answered
 from regard.compare.runner import Progress, Runner, Runners, Work
@@ -25,10 +26,10 @@ from regard.convert.measuring import dtype_name
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import logits_of
 from regard.page.page import table
+from regard.sparse import CondensingCache
 from regard.sparse.evicting import Evicting
 from regard.turns import Ratio
 
-DECODED = 64  # tokens at the end of each window that are given one at a time
 DRAWS = 2000  # of windows, of the bootstrap: its quantiles are then steady in the second digit
 ROW = 30  # seconds of a row, about
 HEADS = ("method", "cache bytes a token", "of shipped", "perplexity", "decode perplexity", "found")
@@ -291,7 +292,7 @@ def _measure(
     """Read all windows as the rows of one batch, and answer the questions."""
     begin = windows.shape[1] - DECODED
     runner.reset()
-    hidden = runner.hidden(windows[:, :begin])
+    hidden = runner.read(windows[:, :begin])
     beginnings = _losses(runner, hidden[:, :-1], windows[:, 1:begin])
     states = [hidden[:, -1:]]
     for at in range(begin, windows.shape[1] - 1):
@@ -317,8 +318,10 @@ def _bytes_per_token(runner: Runner, rows: int, dtype: str) -> float:
     total = 0.0
     for layer, cache in zip(runner.layers, runner.caches, strict=True):
         stored: Any = cache
-        shape, evicts = shape_of(layer), isinstance(stored, Evicting)
-        held = stored.rows if evicts else stored.length
+        shape, evicts = shape_of(layer), isinstance(stored, Evicting | CondensingCache)
+        held = stored.length
+        if evicts:  # a condensed cache has another number for each key head
+            held = round(fmean(stored.rows if isinstance(stored.rows, tuple) else [stored.rows]))
         storage = storage_in(stored) if evicts else storage_of([stored], [shape.window])
         if storage is None or not held:
             total += stored.nbytes / rows / stored.length

@@ -122,7 +122,7 @@ def answered(runner: Runner, documents: Sequence[Document]) -> Bool[Tensor, "doc
     rows = []
     for document in documents:
         runner.reset()
-        runner.hidden(document.tokens[None])
+        runner.read(document.tokens[None])
         rows.append([_is_right(runner, document, at) for at in range(len(document.questions))])
     return torch.tensor(rows)
 

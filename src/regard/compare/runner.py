@@ -17,6 +17,7 @@ from regard.convert.targets import Target
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.hf.generating.cache_of_model import cache as cache_for
+from regard.hf.generating.condensing import condense
 from regard.hf.generating.watching import argument_of
 from regard.hf.placing.place import place, sharing
 from regard.hf.running.installing import install
@@ -63,6 +64,7 @@ class Runner:
         layers: one for each attention module, in order; the model's own attention if None.
         cache: as `regard.hf.cache` takes it: a name, or a function that builds one layer's cache.
         rollback: tokens that can be taken back from the windows of a cache with a name.
+        condense: the share of the tokens that stay after `read`.
 
     Raises:
         ValueError: if the layers cannot be placed in a model of this class (`regard.hf.place`).
@@ -89,8 +91,9 @@ class Runner:
         *,
         cache: str | Callable[[], Cache],
         rollback: int = 0,
+        condense: float | None = None,
     ) -> None:
-        self.model = sharing(model)
+        self.model, self._condense = sharing(model), condense
         if layers is not None:
             place(self.model, layers)
         self.layers = list(layers or map(attention_of, attention_modules(model).values()))
@@ -111,6 +114,13 @@ class Runner:
     def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
         """The last hidden states of these tokens, which follow those in the caches."""
         hidden: Tensor = self.model.base_model(input_ids=tokens, **self._given).last_hidden_state
+        return hidden
+
+    def read(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
+        """`hidden` of a text that begins in empty caches, which are then condensed."""
+        hidden = self.hidden(tokens)
+        if self._condense is not None:
+            condense(self._cache, tokens, self._condense)
         return hidden
 
     def step(self, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B 1 V"]:
@@ -176,7 +186,8 @@ class Runners:
         if isinstance(layers, str):
             return layers
         try:
-            return Runner(self._model, layers, cache=candidate.cache, rollback=self._rollback)
+            cache, share = candidate.cache, candidate.condense
+            return Runner(self._model, layers, cache=cache, rollback=self._rollback, condense=share)
         except ValueError as objection:
             if layers is None:  # no row can run
                 raise

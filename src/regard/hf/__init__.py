@@ -13,6 +13,7 @@ from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of, rope_of
 from regard.hf.families.table import FAMILIES, Family
 from regard.hf.generating.cache_of_model import cache
+from regard.hf.generating.condensing import condense
 from regard.hf.generating.text import Written, write
 from regard.hf.loading.checkpoints import load
 from regard.hf.loading.default_model import SMOLLM2, fetch_smollm2, smollm2
@@ -32,6 +33,7 @@ __all__ = [
     "attention_modules",
     "attention_of",
     "cache",
+    "condense",
     "fetch_smollm2",
     "install",
     "load",

@@ -12,6 +12,8 @@ Examples:
     [0, 1, 14, 15, 16, 17, 18, 19]
 """
 
+from regard.sparse.condensed import condense
+from regard.sparse.condensing import CondensingCache
 from regard.sparse.evicting import EvictingCache
 from regard.sparse.moments import QueryMoments
 from regard.sparse.quantized import QuantizedEvicting
@@ -32,6 +34,7 @@ __all__ = [
     "H2O",
     "TOVA",
     "AtSlots",
+    "CondensingCache",
     "EvictingCache",
     "ExpectedAttention",
     "KeyDiff",
@@ -42,4 +45,5 @@ __all__ = [
     "SelectingCache",
     "SnapKV",
     "Streaming",
+    "condense",
 ]

@@ -7,7 +7,7 @@ attend by itself. So the cache knows the queries that scores read, and evaluates
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -30,13 +30,13 @@ from regard.cache.streams import (
 )
 from regard.layers.attending import Attending, Keys
 from regard.layers.inputs import Arrival
-from regard.masks import Mask, Span
+from regard.masks import Span
 from regard.ops.memo import Arguments, prepare_call
 from regard.ops.prepared import Prepared
 from regard.sparse.attention import attended_rows
 from regard.sparse.scores import ExpectedAttention, Rows, Score, attention_weights
 from regard.sparse.seen import Seen, gathered, with_seen, without_seen
-from regard.sparse.slots import AtSlots
+from regard.sparse.slots import visible_rows
 from regard.tracing import is_forward_mode
 
 SINKS = 4  # tokens at the start, as StreamingLLM keeps
@@ -273,32 +273,27 @@ class Evicting(Contiguous, Attending):
         if count:
             self._seen = self._seen.with_queries(q, count)
         if self.score.sums:
-            assert self._seen.received is not None
-            more = self._received(prepared, q, part.as_tensors().streams[0])
-            self._seen = self._seen._replace(received=self._seen.received + more)
+            received = self._seen.received
+            assert received is not None
+            for weights in self.weights(prepared, q, part):
+                received = received + weights.sum(2)
+            self._seen = self._seen._replace(received=received)
 
-    def _received(self, prepared: Prepared, q: Tensor, keys: Tensor) -> Tensor:
-        """The attention that each row receives from the queries, `[B, G, n]`."""
+    def weights(
+        self, prepared: Prepared, q: Tensor, part: Part
+    ) -> Iterator[Float[Tensor, "B G w n"]]:
+        """The attention that each row receives from the queries of the last tokens, some of them at
+        a time; from those at padding, none."""
         assert self._seen is not None
-        call, slots, total = prepared.call, self._seen.slots, keys.new_zeros(())
-        first = self.length - q.shape[2]
-        for start in range(0, q.shape[2], QUERIES):
-            some = q[:, :, start : start + QUERIES]
-            at = first + start
-            visible = self._visible(_rule_of(prepared), at, at + some.shape[2], q.shape[1])
-            per_key_head = visible.unflatten(1, (keys.shape[1], -1)).any(2)
-            weights = attention_weights(some, keys, per_key_head, call.scale)
-            total = total + _of_stored_heads(weights.sum(2), slots)
-        return total
-
-    def _visible(self, rule: Mask, start: int, stop: int, heads: int) -> Tensor:
-        """Which rows the queries of these slots may attend to, `[B, heads, L, n]`."""
-        assert self._seen is not None
-        slots = self._seen.slots
-        batch, held = slots.shape[0], slots.shape[2]
-        at = AtSlots(rule, slots, heads // slots.shape[1])
-        dense = at.dense(Span(start, stop, 0, held), batch=batch, heads=heads, device=slots.device)
-        return dense.expand(batch, heads, stop - start, held)
+        slots, keys = self._seen.slots, part.as_tensors().streams[0]
+        before = self.length - q.shape[2]
+        for start, some in zip(range(0, q.shape[2], QUERIES), q.split(QUERIES, 2), strict=True):
+            first, stop = before + start, before + start + some.shape[2]
+            visible = visible_rows(prepared, slots, Span(first, stop, 0, self.rows), keys.shape[1])
+            at = self.rows - self.length + first  # the row of the first of these queries' tokens
+            no_padding = visible[..., at : at + some.shape[2]].any(2)[..., None]
+            found = attention_weights(some, keys, visible & no_padding, prepared.call.scale)
+            yield _of_stored_heads(found, slots)
 
     def _evict(self, prepared: Prepared, part: Part) -> None:
         """Keep the rows that score highest; those that the last query cannot see go first."""
@@ -307,8 +302,8 @@ class Evicting(Contiguous, Attending):
         streams = part.as_tensors().streams
         keys, values = streams[0], streams[-1][..., : call.v_head_dim]
         key_heads, repeats = keys.shape[1], keys.shape[1] // slots.shape[1]
-        visible = self._visible(_rule_of(prepared), self.length - 1, self.length, call.num_heads)
-        visible = visible[:, :, 0].unflatten(1, (key_heads, -1)).any(2)
+        last = Span(self.length - 1, self.length, 0, self.rows)
+        visible = visible_rows(prepared, slots, last, key_heads)[:, :, 0]
         none = keys.new_empty(len(keys), call.num_heads, 0, keys.shape[3])
         queries = self._seen.last_queries(self.score.queries) if self.score.queries else none
         rows = Rows(
@@ -322,10 +317,14 @@ class Evicting(Contiguous, Attending):
             scale=call.scale,
         )
         score = _of_stored_heads(self.score(rows).float(), slots)
-        keep = self._kept(score, visible.unflatten(1, (-1, repeats)).any(2), slots)
-        capacity = keep.shape[2] + max(1, keep.shape[2] // SLACK)
-        self._held = tuple(gathered(each, keep, capacity) for each in self._held)
-        self._seen = self._seen.kept(keep)
+        self.keep(self._kept(score, visible.unflatten(1, (-1, repeats)).any(2), slots))
+
+    def keep(self, rows: Int[Tensor, "B G m"]) -> None:
+        """Evict all rows but these, whose numbers ascend."""
+        assert self._seen is not None
+        capacity = rows.shape[2] + max(1, rows.shape[2] // SLACK)
+        self._held = tuple(gathered(each, rows, capacity) for each in self._held)
+        self._seen = self._seen.kept(rows)
         self._evicted_at = self.length
 
     def _kept(self, score: Tensor, visible: Tensor, slots: Tensor) -> Int[Tensor, "B G m"]:
@@ -390,11 +389,8 @@ class EvictingCache(Evicting):
         return f"EvictingCache({self._code()})"
 
 
-def _rule_of(prepared: Prepared) -> Mask:
-    """The mask of a call over the slots of all tokens seen."""
-    return prepared.call.given_mask.within(prepared.call.given_span)
-
-
-def _of_stored_heads(scores: Float[Tensor, "B K n"], slots: Int[Tensor, "B G n"]) -> Tensor:
-    """The mean over the key heads that are rebuilt of one stored head, `[B, G, n]`."""
+def _of_stored_heads(scores: Float[Tensor, "B K *n"], slots: Int[Tensor, "B G n"]) -> Tensor:
+    """The mean over the key heads that are rebuilt of one stored head, `[B, G, *n]`."""
+    if scores.shape[1] == slots.shape[1]:
+        return scores
     return scores.unflatten(1, (slots.shape[1], -1)).mean(2)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from regard.masks import Mask
+from regard.masks import Mask, Span
+from regard.ops.prepared import Prepared
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,3 +55,17 @@ class AtSlots(Mask):
 
     def __repr__(self) -> str:
         return f"AtSlots({self.rule!r}, slots=<{list(self.slots.shape)}>)"
+
+
+def visible_rows(
+    prepared: Prepared, slots: Int[Tensor, "B G n"], span: Span, key_heads: int
+) -> Bool[Tensor, "B K L n"]:
+    """Which rows at these slots the queries of a span may attend to, by a call over the slots of
+    all tokens seen. `key_heads` are those stored, or more that are rebuilt of each."""
+    call, (batch, stored, _) = prepared.call, slots.shape
+    rule = call.given_mask.within(call.given_span)
+    heads = key_heads if (rule.heads or 1) == 1 else call.num_heads
+    at = AtSlots(rule, slots, heads // stored)
+    dense = at.dense(span, batch=batch, heads=heads, device=slots.device)
+    dense = dense.expand(batch, heads, span.num_queries, span.num_keys)
+    return dense if heads == key_heads else dense.unflatten(1, (key_heads, -1)).any(2)

@@ -72,8 +72,7 @@ class RegardLM(HFLM):  # type: ignore[misc]  # the harness has no types
         self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
     ) -> torch.Tensor:
         options |= argument_of(self.model, self.new_cache())
-        generated: torch.Tensor = super()._model_generate(context, max_length, stop, **options)
-        return generated
+        return super()._model_generate(context, max_length, stop, **options)
 
 
 def _present(device: str | None) -> str:

@@ -167,7 +167,4 @@ def _scaling(kind: Any, rope: Mapping[str, Any], config: Any) -> Scaling | None:
     if kind is LongRope:
         given.setdefault("factor", config.max_position_embeddings / before)
     given["original_max_position"] = before
-    scaling: Scaling = kind(
-        **{each.name: given[each.name] for each in fields(kind) if each.name in given}
-    )
-    return scaling
+    return kind(**{each.name: given[each.name] for each in fields(kind) if each.name in given})

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Float
@@ -39,26 +40,19 @@ class Separate:
     clip: str | None = None
 
     def queries(self, module: Any, x: Tensor) -> Tensor:
-        return self._heads(module, self.q, "q_norm", x)
+        return self._split(module, getattr(module, self.q)(x), "q_norm")
 
     def memory(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        keys = self._heads(module, self.k, "k_norm", x)
-        return keys, self._heads(module, self.v, None, x)
+        keys = self._split(module, getattr(module, self.k)(x), "k_norm")
+        return keys, self._split(module, getattr(module, self.v)(x), None)
 
     def both(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return (self.queries(module, x), *self.memory(module, x))
 
     def of_products(self, module: Any, wide: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values from what their children have computed."""
-        q, k, v = wide
-        return (
-            self._split(module, q, "q_norm"),
-            self._split(module, k, "k_norm"),
-            self._split(module, v, None),
-        )
-
-    def _heads(self, module: Any, name: str, norm: str | None, x: Tensor) -> Tensor:
-        return self._split(module, getattr(module, name)(x), norm)
+        q, k, v = map(partial(self._split, module), wide, ("q_norm", "k_norm", None))
+        return q, k, v
 
     def _split(self, module: Any, wide: Tensor, norm: str | None) -> Tensor:
         if norm is not None and self.norm == "width":

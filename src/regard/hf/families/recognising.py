@@ -58,8 +58,7 @@ def family_of(module: nn.Module) -> Family | None:
     else, or by its source."""
     kind: Any = type(module)  # typed: mypy takes no class of modules for hashable
     if is_placed(module):
-        family: Family = vars(kind)["family"]
-        return family
+        return vars(kind)["family"]
     if kind in _REFUSED:
         return None
     named = FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.") else None

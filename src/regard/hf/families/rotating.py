@@ -49,8 +49,7 @@ def memoised(name: str, module: Any, make: Callable[[], T], *of: Tensor) -> T:
     if held is None or held[0] != versions or not _is_after(layer, held[1], versions):
         held = versions, layer, make()
         setattr(of[0], name, held)
-    made: T = held[2]
-    return made
+    return held[2]
 
 
 def _is_after(layer: int | None, other: int | None, versions: list[int | None]) -> bool:

@@ -111,10 +111,6 @@ def _llama4_scale(module: Any) -> QueryScale:
     return PositionScale(module.attn_scale, module.floor_scale, offset=1)
 
 
-def _no_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Tensor | None:
-    return None
-
-
 def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
     return out
 
@@ -176,7 +172,9 @@ class Family:
     sinks: Reads = absent
     scale: Reads = _SCALING
     dropout: Reads = _DROPOUT
-    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
+    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = (
+        lambda module, given, queries, keys, past: None
+    )
     query_scale: Callable[[Any], QueryScale] = lambda module: UNSCALED
     counts_positions: bool = False
     sharing: Callable[[Any], tuple[str, str]] = lambda module: ("", "")
@@ -206,8 +204,7 @@ class Family:
 
     def window_of(self, module: nn.Module) -> int | None:
         """The sliding window of one attention module, or None."""
-        size: int | None = self.window(module)
-        return size
+        return self.window(module)
 
     def pattern_of(self, module: nn.Module) -> Mask:
         """The mask of one attention module, without what a call adds to it."""

@@ -23,7 +23,8 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             with `bits=8 | 4` and `group=64`, or `format="K8V4"`; for short `"int8"`, `"int4"`,
             `"K8V8"`, `"K8V4"`, `"K6V4"` or `"K4V4"`; `"evicting"`, a budget of tokens for each key
             head, for a model with regard installed, with the arguments of `EvictingCache`
-            (`budget=0.5`) and `bits=` or `format=` for codes; `"paged"`, in pages of a pool; or a
+            (`budget=0.5`) and `bits=` or `format=` for codes; `"condensing"`, all tokens until
+            `regard.hf.condense`, as values or in codes of `format=`; `"paged"`, in pages; or a
             function that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a
             model with regard installed, or `lambda: QuantizedCache(8)` for codes of all tokens.
             Upper and lower case are one, and so is "quantised".

@@ -18,7 +18,13 @@ from regard.layers.attending import Attending
 from regard.names import FORMATS
 from regard.ops.parts import concatenated
 from regard.span import Span
-from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, Score
+from regard.sparse import (
+    CondensingCache,
+    EvictingCache,
+    ExpectedAttention,
+    QuantizedEvicting,
+    Score,
+)
 from regard.sparse.evicting import RECENT, SINKS, Evicting
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one step
@@ -254,6 +260,15 @@ def evicting(
     return _by_window(partial(QuantizedEvicting, *own, **codes), partial(QuantizedWindow, **codes))
 
 
+def condensing(*, format: str | None = None) -> Callable[[int | None], Cache]:
+    """All tokens of layers without a window until `GenerationCache.condense`; as values, or in
+    codes of a format. Other layers hold their window, stored alike."""
+    if format is None:
+        return _by_window(CondensingCache, SlidingCache)
+    whole = partial(CondensingCache, format)
+    return _by_window(whole, partial(QuantizedWindow, format=format))
+
+
 def _codes(bits: int | None, group: int, format: str | None) -> dict[str, Any]:
     """The options of a cache of codes. Raises a ValueError for bits beside those of a format."""
     if bits is not None and format is not None:
@@ -287,6 +302,7 @@ KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {
     "sliding": sliding,
     "quantized": quantized,
     EVICTING: evicting,
+    "condensing": condensing,
 }
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a cache: its kind, with options
     **{kind: (kind, {}) for kind in (*KINDS, PAGED)},

@@ -244,6 +244,18 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
             layer.mark()
 
     @contextmanager
+    def undone(self) -> Iterator[nn.Module]:
+        """Calls of the model inside of the `with` block are undone at its end: the model."""
+        self._settle()
+        before, last = [layer.state() for layer in self.layers], self._last
+        try:
+            yield self._watched()
+        finally:
+            for layer, state in zip(self.layers, before, strict=True):
+                layer.restore(state)
+            self._last, self._before = last, None
+
+    @contextmanager
     def assisted(self) -> Iterator[None]:
         """Inside of the `with` block, `generate` may decode with an assistant or look up the
         prompt: transformers refuses that for models with states, which its caches cannot cut."""

@@ -19,8 +19,7 @@ AT_ONCE = 256  # tokens whose logits are computed at a time
 
 def hidden_states(model: Any, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
     """The hidden states that the head reads."""
-    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    return hidden
+    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 def logits_of(model: Any, hidden: Float[Tensor, "*batch E"]) -> Float[Tensor, "*batch V"]:
@@ -34,7 +33,7 @@ def logits_of(model: Any, hidden: Float[Tensor, "*batch E"]) -> Float[Tensor, "*
     whole = MoeModelOutputWithPast(last_hidden_state=states)
     whole.cross_attentions = None  # GPT-2 reads it
     with bound(model.base_model, lambda module, *args, **given: whole):
-        logits: Tensor = model(inputs_embeds=states, use_cache=False).logits
+        logits = model(inputs_embeds=states, use_cache=False).logits
     return logits[0].unflatten(0, hidden.shape[:-1])
 
 
@@ -48,13 +47,8 @@ def losses_of(
     model: Any, hidden: Float[Tensor, "L E"], tokens: Int[Tensor, " L"]
 ) -> Float[Tensor, " T"]:
     """The loss of every token but the first, in nats."""
-    return torch.cat(
-        [
-            F.cross_entropy(
-                logits_of(model, hidden[start:stop]).float(),
-                tokens[start + 1 : stop + 1],
-                reduction="none",
-            )
-            for start, stop in pieces(len(tokens) - 1)
-        ]
-    )
+    losses = []
+    for start, stop in pieces(len(tokens) - 1):
+        logits = logits_of(model, hidden[start:stop]).float()
+        losses.append(F.cross_entropy(logits, tokens[start + 1 : stop + 1], reduction="none"))
+    return torch.cat(losses)

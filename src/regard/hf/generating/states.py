@@ -145,10 +145,8 @@ class States(Stored):
     @property
     def tensors(self) -> dict[tuple[str, int], Tensor]:
         """The tensors of the states, by the name of their attribute and their number in it."""
-        held = (
-            (name, index, x) for name in _TENSORS for index, x in vars(self.layer)[name].items()
-        )
-        return {(name, index): x for name, index, x in held if x is not None}
+        held = {(name, i): x for name in _TENSORS for i, x in vars(self.layer)[name].items()}
+        return {key: x for key, x in held.items() if x is not None}
 
     @property
     def nbytes(self) -> int:
@@ -184,9 +182,8 @@ class States(Stored):
     def reachable_states(self) -> dict[int, StateDict]:
         """By number of tokens: the states that `truncate` can return to, but for the present."""
         before = dict([self.layer.before]) if self.layer.before else {}
-        return (
-            {0: StateLayer(self.layer.number_of_states).copy_states()} | before | self.layer.marks
-        )
+        empty = StateLayer(self.layer.number_of_states).copy_states()
+        return {0: empty} | before | self.layer.marks
 
     def can_truncate(self, length: int | Tensor) -> bool:
         if isinstance(length, Tensor):

@@ -22,6 +22,7 @@ from regard.hf.packages import require
 from regard.hf.running.binding import is_changed
 from regard.hf.running.installing import install, uninstall
 from regard.hf.running.registering import NAME, register
+from regard.names import CACHES
 from regard.ops.observed import backends_run, names
 from regard.turns import Ratio
 from regard.words import counted, one_of
@@ -201,9 +202,7 @@ def _generated(
 def cache_name(name: str) -> str:
     """The name of a cache for `write`, as lists have it. Raises a ValueError if it is none."""
     require("transformers")
-    from regard.hf.generating.caches import NAMES
-
-    return one_of("cache", name, (*NAMES, OTHERS))
+    return one_of("cache", name, (*CACHES, OTHERS))
 
 
 @contextmanager

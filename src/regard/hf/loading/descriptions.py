@@ -50,7 +50,7 @@ def described(layer: LatentLayer) -> dict[str, Any]:
     """
     _check_norms(layer)
     arguments = arguments_of(layer) | {"window": window_of(layer)}
-    rows = KINDS[layer.kind].fields
+    _, rows = KINDS[layer.kind]
     return {"kind": layer.kind} | {name: rows[name].write(arguments[name]) for name in rows}
 
 
@@ -103,7 +103,6 @@ def _such(accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
 # `type`, because a bool is an int
 _size = _such(lambda value: type(value) is int and 0 <= value <= WIDEST)
 _number = _such(lambda value: type(value) in (int, float) and math.isfinite(value))
-_flag = _such(lambda value: type(value) is bool)
 _biases = _such(lambda value: isinstance(value, list) and all(each in MLA_BIASES for each in value))
 
 
@@ -162,8 +161,7 @@ def _read_scaling(value: Mapping[str, Any]) -> Scaling:
     numbers = {name: each for name, each in value.items() if name != "kind"}
     if set(numbers) != {each.name for each in fields(SCALINGS[kind])}:
         raise ValueError(f"{kind} of {sorted(numbers)}")
-    scaling: Scaling = SCALINGS[kind](**{name: _plain(each) for name, each in numbers.items()})
-    return scaling
+    return SCALINGS[kind](**{name: _plain(each) for name, each in numbers.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -173,18 +171,11 @@ def _plain(value: Any) -> Any:
     return value if value is None or type(value) is bool else _number(value)
 
 
-class Kind(NamedTuple):
-    """A class of layers, and the arguments that a file holds for one."""
-
-    made_by: Any
-    fields: dict[str, Field]
-
-
 SIZE = Field(f"a whole number up to {WIDEST}", _size)
 OPTIONAL_SIZE = Field(f"null or a whole number up to {WIDEST}", _or_none(_size))
 NUMBER = Field("a finite number", _number)
 OPTIONAL_NUMBER = Field("null or a finite number", _or_none(_number))
-FLAG = Field("true or false", _flag)
+FLAG = Field("true or false", _such(lambda value: type(value) is bool))
 BIASES = Field(f"a list of {', '.join(MLA_BIASES)}", lambda value: set(_biases(value)), sorted)
 NORM = Field("null, 'head' or 'width'", _such((None, "head", "width").__contains__))
 GATE = Field("null, 'head' or 'channel'", _such((None, "head", "channel").__contains__))
@@ -208,9 +199,11 @@ OF_MLA = {
     "gate": GATE,
     "query_scale": Field("null or three numbers", _read_factor, _written_factor),
 }
-KINDS = {
-    "LatentKV": Kind(LatentKVAttention, COMMON | OF_LATENT_KV),
-    "MLA": Kind(MultiHeadLatentAttention, COMMON | OF_MLA),
+KINDS: dict[
+    str, tuple[Any, dict[str, Field]]
+] = {  # classes of layers, with their arguments in files
+    "LatentKV": (LatentKVAttention, COMMON | OF_LATENT_KV),
+    "MLA": (MultiHeadLatentAttention, COMMON | OF_MLA),
 }
 ADDED: dict[str, dict[str, Any]] = {  # older folders lack these
     "LatentKV": {"qk_norm": None, "norm_eps": 1e-6},

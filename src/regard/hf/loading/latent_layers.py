@@ -41,13 +41,16 @@ def is_described(folder: Path) -> bool:
 def load_described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model in `folder`, and the configuration of its base model. Raises a FileNotFoundError if
     weights are missing, and a CheckpointError if the files are not those of a sound model."""
+    from transformers import GenerationConfig
+
     made_by, config, _ = check_described(folder)
     source = {"pretrained_model_name_or_path": None, "state_dict": _weights(folder)}
     options = {"config": config, "dtype": dtype, "attn_implementation": "sdpa"}
     model = filled(made_by, folder, **source, **options)
     model.__class__ = made_by.__base__  # the subclass is needed for its constructor only
     model.config.name_or_path = str(folder)
-    _add_generation_config(model, folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model, model.config
 
 
@@ -107,11 +110,3 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
         files = set(read_json(folder / INDEX)["weight_map"].values())
     loaded = (load_file(folder / name) for name in sorted(files))
     return {name: tensor for tensors in loaded for name, tensor in tensors.items()}
-
-
-def _add_generation_config(model: Any, folder: Path) -> None:
-    from transformers import GenerationConfig
-
-    if (folder / "generation_config.json").is_file():
-        config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        model.generation_config = config

@@ -4,8 +4,6 @@ accelerate's hooks load a module's weights when it runs, and free them afterward
 writers read weights without running the module: they use `fetched`.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 
@@ -24,11 +22,9 @@ def fetched(module: nn.Module, name: str) -> Tensor:
     tensor: Tensor = getattr(module, name)
     if not tensor.is_meta:
         return tensor.detach()
-    hook: Any = getattr(module, "_hf_hook", None)
-    held = getattr(hook, "weights_map", None)
+    held = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     if held is None:
         raise ValueError(
             f"{name} of {type(module).__name__} is on the meta device: it has no values"
         )
-    read: Tensor = held[name]
-    return read
+    return held[name]

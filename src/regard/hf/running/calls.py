@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -140,8 +140,7 @@ class CachedKeys(Sequence[Tensor]):
     @property
     def num_keys(self) -> int:
         """The number of keys of the call, on all ranks."""
-        keys: int = self.parts[-1].kv_stop if self.attending is None else self.attending.length
-        return keys
+        return self.parts[-1].kv_stop if self.attending is None else self.attending.length
 
     def rebuilt(self, at: Visible, make: Make) -> Keys:
         """Keys and values that `make` computes from parts: of pages, one piece after another, and
@@ -177,14 +176,6 @@ def appended(cache: Any, module: Any, *streams: Tensor, pieces: tuple[int, ...] 
     return CachedKeys(parts, attending)
 
 
-class Attended(NamedTuple):
-    """The heads' outputs `[B, H, L, Dv]`, the weights if the caller wants them, and the call."""
-
-    heads: Tensor
-    weights: Tensor | None
-    call: Prepared
-
-
 def attended(
     q: Tensor,
     keys: Keys,
@@ -195,8 +186,9 @@ def attended(
     bias: Tensor | None = None,
     sinks: Float[Tensor, " H"] | Float[Tensor, "B H L 1"] | None = None,
     **options: Any,
-) -> Attended:
-    """Attention of queries to keys, described and then run by the backend chosen for it.
+) -> tuple[Float[Tensor, "B H L Dv"], Float[Tensor, "B H L S"] | None, Prepared]:
+    """Attention of queries to keys, described and then run by the backend chosen for it: the heads'
+    outputs, the weights if the caller wants them, and the call.
 
     `at` says which keys are visible; `bias` is added to the scores besides; `sinks` are logits of
     each head, or of each head and query. A cache that attends by itself, `attending`, does not have
@@ -217,13 +209,13 @@ def attended(
                 f"attention weights are not returned with {type(attending).__name__}, which does "
                 "not have all keys here; leave output_attentions out"
             )
-        return Attended(attending.attend(call, q, keys.parts, sinks), None, call)
+        return attending.attend(call, q, keys.parts, sinks), None, call
     parts = tuple(keys.parts) if wanted else keys.parts
     weights = weights_of(call, q, parts) if wanted else None
     if of_queries is None:
-        return Attended(call.run(q, parts), weights, call)
+        return call.run(q, parts), weights, call
     out, share = _with_sinks(call.partial(q, parts), of_queries)
-    return Attended(out.to(q.dtype), None if weights is None else weights * share, call)
+    return out.to(q.dtype), None if weights is None else weights * share, call
 
 
 def _with_sinks(keys: Partial, sinks: Float[Tensor, "B H L 1"]) -> tuple[Tensor, Tensor]:

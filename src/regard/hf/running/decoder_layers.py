@@ -78,8 +78,7 @@ def _step(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor:
         if (out := plan.mlp.run(states)) is not None:
             return out[0]
     _plans.pop(layer, None)  # a parameter was moved: the next call has another plan
-    rest: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
-    return rest
+    return states + layer.mlp(layer.post_attention_layernorm(states))
 
 
 def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor | None:

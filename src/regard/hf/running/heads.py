@@ -4,7 +4,7 @@ Its own children project, the model's angles rotate, transformers' caches store;
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -26,14 +26,8 @@ from regard.layers.attending import Keys
 from regard.layers.forms.tied_kv import TiedKeys
 
 SHARED = "shared_kv_states"  # the dictionary that a model passes to each of its layers
-
-
-class Heads(NamedTuple):
-    """Queries, and all keys and values they may attend to; `past` is the number of cached keys."""
-
-    q: Tensor
-    stored: CachedKeys
-    past: Any = 0
+# queries, all keys and values they may attend to, and the number of cached keys
+Heads = tuple[Tensor, CachedKeys, Any]
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -111,11 +105,10 @@ def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, An
     q, k, v = _rotated(family, module, heads, given)
     cache: Any = given.get(family.cache)
     cache = getattr(cache, "self_attention_cache", cache)
-    past = 0
-    if family.returns_bias and cache is not None:
-        past = cache.get_seq_length(module.layer_idx)
+    counts = family.returns_bias and cache is not None
+    past = cache.get_seq_length(module.layer_idx) if counts else 0
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
-    return Heads(q, appended(cache, module, k, v), past)
+    return q, appended(cache, module, k, v), past
 
 
 def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], name: str) -> Heads:
@@ -127,20 +120,18 @@ def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], nam
     left = given[SHARED][name]
     if not isinstance(left, CachedKeys) or left.make is not None:
         left = CachedKeys.of(*left)
-    stored: CachedKeys = left
-    q, _ = of_one_dtype(q, stored.parts[0].outlines[0])
-    return Heads(q, stored)
+    q, _ = of_one_dtype(q, left.parts[0].outlines[0])
+    return q, left, 0
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:
     """Cross-attention: keys and values are computed once, and cached if there is a cache."""
     queries, memory = family.project.queries, family.project.memory
-    assert queries is not None
-    assert memory is not None
+    assert queries is not None and memory is not None
     context, cache, layer = given[family.context], given.get(family.cache), module.layer_idx
     q = queries(module, x)
     if cache is None:
-        return Heads(q, CachedKeys.of(*memory(module, context)))
+        return q, CachedKeys.of(*memory(module, context)), 0
     if not hasattr(cache, "cross_attention_cache"):
         raise ValueError(
             "cross-attention stores its keys in an EncoderDecoderCache, "
@@ -148,7 +139,7 @@ def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
         )
     cached = cache.cross_attention_cache
     if cache.is_updated.get(layer):
-        return Heads(q, CachedKeys.of(cached.layers[layer].keys, cached.layers[layer].values))
+        return q, CachedKeys.of(cached.layers[layer].keys, cached.layers[layer].values), 0
     stored = appended(cached, module, *memory(module, context))
     cache.is_updated[layer] = True
-    return Heads(q, stored)
+    return q, stored, 0

@@ -10,7 +10,7 @@ keys go and nothing where values go; positions are then counted from the slots.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,14 +36,6 @@ from regard.layers.construct import normed_heads
 from regard.layers.inputs import check_int32
 from regard.layers.latent_forms import Expanded, Form, choose_form, project_latent
 from regard.layers.latent_kv import as_stream
-
-
-class Read(NamedTuple):
-    """Queries, the keys they attend to, and what is added to their scores."""
-
-    q: Tensor
-    keys: Keys
-    bias: Tensor | None = None
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -72,17 +64,18 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
 
 def _read(
     form: Form, q_nope: Tensor, q_rope: Tensor, stored: CachedKeys, at: Visible, scale: float
-) -> Read:
+) -> tuple[Tensor, Keys, Tensor | None]:
+    """Queries, the keys they attend to, and what is added to their scores."""
     if isinstance(form, Expanded):
-        return Read(form.queries(q_nope, q_rope), stored.rebuilt(at, form.rebuild))
+        return form.queries(q_nope, q_rope), stored.rebuilt(at, form.rebuild), None
     rank, parts = form.layer.kv_lora_rank, stored.parts
     if len(parts[0].streams) == 1:
-        return Read(form.queries(q_nope, q_rope), Keys.of(parts, rank))
+        return form.queries(q_nope, q_rope), Keys.of(parts, rank), None
     latent, k_rope = parts[0].streams
-    wide = form.queries(q_nope, q_rope[..., :0])
     dtype = accumulating_dtype(q_rope.dtype)
     bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
-    return Read(wide, Keys.of(CachedKeys.of(latent).parts, rank), bias)
+    keys = Keys.of(CachedKeys.of(latent).parts, rank)
+    return form.queries(q_nope, q_rope[..., :0]), keys, bias
 
 
 def forward_joint(self: Any, x: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -105,8 +98,7 @@ def merged_joint(
         return out, None
     (q, latent), cache, positions = projected, given.get(family.cache), given.get("position_ids")
     check_int32(positions)
-    positions = positions_of_queries(x, positions, cache, self.layer_idx)
-    positions = positions.to(torch.int32)
+    positions = positions_of_queries(x, positions, cache, self.layer_idx).to(torch.int32)
     q = normed_heads(self.q_norm, q, self.head_dim, width=self.norm_width)
     q = family.rotate(self, q, positions)
     stored = _stored(cache, self, latent, positions)

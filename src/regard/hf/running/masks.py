@@ -82,11 +82,9 @@ def in_documents(module: nn.Module, at: Visible, given: Mapping[str, Any]) -> Vi
             "cu_seq_lens_q and cu_seq_lens_k pack the same documents here, got "
             f"{_listed(lengths)} and {_listed(of_keys)}; give both, without a cache"
         )
-
-    def read() -> Documents:
-        return Documents.from_cu_seqlens(lengths)
-
-    documents = memoised("_documents_of_regard", module, read, lengths)
+    documents = memoised(
+        "_documents_of_regard", module, lambda: Documents.from_cu_seqlens(lengths), lengths
+    )
     tokens = documents.ids.shape[1]
     if not tokens == at.span.num_queries == at.span.num_keys:
         raise ValueError(

@@ -121,8 +121,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         given = {family.mask: mask, "position_embeddings": _cut(angles(), start, stop)}
         given |= {"alibi": alibi(stop), "position_ids": places[:, start:stop]}
         given = _accepted(module, given | {"shared_kv_states": {}} | more)
-        out: Tensor = forward(module, x[:, start:stop].contiguous(), **given)[0]
-        return out
+        return forward(module, x[:, start:stop].contiguous(), **given)[0]
 
     def one_by_one(forward: Forward) -> Tensor:
         cached, outs = dict.fromkeys((family.cache, *CACHES), DynamicCache()), []

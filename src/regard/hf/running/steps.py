@@ -199,8 +199,7 @@ def _step_in_pages(
         appended = plan.append(q, k, v, sources[-1], **options)
     if appended is None:
         return None
-    found: Tensor = plan.attend(appended, sources, scale)
-    return found
+    return plan.attend(appended, sources, scale)
 
 
 def _sizes(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:

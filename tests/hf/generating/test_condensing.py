@@ -1,0 +1,123 @@
+"""Caches of models whose text is condensed once it is read."""
+
+from pydoc_data.topics import topics as TOPICS
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import regard.hf
+from regard.cache import SlidingCache
+from regard.cache.quantized import QuantizedWindow
+from regard.convert import windows_of
+from regard.sparse import CondensingCache
+from zoo import ZOO, inputs, tokens
+
+SOME = ("llama", "gpt-oss", "gemma3", "deepseek-v3")  # plain, sinks and windows, norms, latents
+
+
+def _model(name):
+    model = ZOO[name].build()
+    regard.hf.install(model)
+    return model
+
+
+@pytest.mark.parametrize("name", SOME)
+@torch.no_grad()
+def test_a_budget_that_holds_all_changes_nothing(name):
+    model, given = _model(name), inputs(name, padding="left", length=12)
+    cache = regard.hf.cache(model, "condensing")
+    model(**given, past_key_values=cache)
+    mask = given["attention_mask"]
+    regard.hf.condense(cache, given["input_ids"], 1.0, attention_mask=mask)
+    assert cache.get_seq_length() == 12
+    plain = regard.hf.cache(model)
+    model(**given, past_key_values=plain)
+    more = {"input_ids": tokens(len(mask), 3)}
+    more["attention_mask"] = torch.cat([mask, torch.ones_like(more["input_ids"])], 1)
+    got, want = (model(**more, past_key_values=each).logits for each in (cache, plain))
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", SOME)
+@torch.no_grad()
+def test_a_share_of_the_tokens_of_layers_without_a_window(name):
+    model, text = _model(name), tokens(1, 60)
+    cache = regard.hf.cache(model, "condensing", format="K8V8")
+    model(text, past_key_values=cache)
+    regard.hf.condense(cache, text, 0.5)
+    own = [each for each in cache.caches if isinstance(each, CondensingCache)]
+    heads = [rows for each in own for rows in each.rows]
+    assert sum(heads) == 30 * len(heads)
+    windows = [each for each in cache.caches if not isinstance(each, CondensingCache)]
+    assert all(isinstance(each, SlidingCache | QuantizedWindow) for each in windows)
+    assert model(text[:, :2], past_key_values=cache).logits.isfinite().all()
+    assert cache.get_seq_length() == 62
+
+
+@torch.no_grad()
+def test_a_repeated_text_in_pieces(monkeypatch):
+    """Queries of a later piece see the text, not the pieces before it; nothing of it is held."""
+    model, text = _model("llama"), tokens(1, 40)
+    kept = []
+    for repeated in (1024, 17):
+        monkeypatch.setattr("regard.hf.generating.condensing.REPEATED", repeated)
+        cache = regard.hf.cache(model, "condensing")
+        model(text, past_key_values=cache)
+        regard.hf.condense(cache, text, 0.5, sinks=2, recent=3)
+        assert cache.get_seq_length() == 40
+        kept.append([slots for each in cache.caches for slots in each.slots])
+    pairs = zip(*kept, strict=True)
+    assert any(a.shape != b.shape or not a.equal(b) for a, b in pairs)
+
+
+@torch.no_grad()
+def test_a_call_that_fails_changes_no_layer():
+    model, text = _model("llama"), tokens(1, 40)
+    cache = regard.hf.cache(model, "condensing")
+    model(text, past_key_values=cache)
+    rows = [each.rows for each in cache.caches]
+    broken, model.model.norm.forward = model.model.norm.forward, None
+    with pytest.raises(TypeError):
+        regard.hf.condense(cache, text, 0.5)
+    model.model.norm.forward = broken
+    assert (cache.get_seq_length(), [each.rows for each in cache.caches]) == (40, rows)
+    assert model(text[:, :2], past_key_values=cache).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_other_texts_and_caches_are_refused():
+    model, text = _model("llama"), tokens(1, 40)
+    cache = regard.hf.cache(model, "condensing")
+    model(text, past_key_values=cache)
+    with pytest.raises(ValueError, match="40 tokens are held, got 39"):
+        regard.hf.condense(cache, text[:, 1:])
+    plain = regard.hf.cache(model)
+    model(text, past_key_values=plain)
+    with pytest.raises(ValueError, match="no cache is a CondensingCache"):
+        regard.hf.condense(plain, text)
+    with pytest.raises(ValueError, match="takes format="):
+        regard.hf.cache(model, "condensing", budget=0.5)
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_a_model_still_knows_a_text_of_which_it_keeps_half():
+    """Its loss on a second reading is near that with the whole text, which streaming loses."""
+    try:
+        model, tokenizer = regard.hf.smollm2()
+    except OSError:
+        pytest.skip("SmolLM2-135M-Instruct is not here, and cannot be fetched")
+    text = windows_of(tokenizer, [TOPICS["assert"]], length=256, most=1)
+    losses = {}
+    streaming = {"budget": 0.5, "score": regard.sparse.Streaming()}
+    regard.hf.install(model)
+    for name, options in {"growing": {}, "condensing": {}, "evicting": streaming}.items():
+        cache = regard.hf.cache(model, name, **options)
+        model(text, past_key_values=cache)
+        if name == "condensing":
+            regard.hf.condense(cache, text, 0.5)
+        logits = model(text, past_key_values=cache).logits[0]
+        losses[name] = float(cross_entropy(logits[:-1], text[0, 1:]))
+    assert losses["condensing"] < losses["growing"] + 0.1
+    assert losses["evicting"] > losses["growing"] + 0.3

@@ -52,7 +52,8 @@ def test_every_verb_and_function_has_the_same_names_of_caches():
     from regard.hf.generating.caches import NAMES
     from regard.plan import STORAGES
 
-    assert {*generate.CACHES} == {*NAMES}
+    of_python = {"condensing"}  # a text is condensed between two calls of the model
+    assert {*generate.CACHES} == {*NAMES} - of_python
     assert {*plan.STORAGES} == {*STORAGES} == {*NAMES} & {*STORAGES} | {"plain"}
     compared = {each.key for each in CANDIDATES} & {each.lower() for each in STORAGES}
     assert compared == {each.lower() for each in STORAGES} - {"plain", "k8v8"}  # which is int8

@@ -1,5 +1,6 @@
 """The frontier: losses are the model's, intervals a bootstrap, bytes those of the cache."""
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from regard.compare import (
     documents_of,
     frontier,
 )
-from regard.compare.candidates import evicted, methods, within
+from regard.compare.candidates import condensed, evicted, methods, within
 from regard.compare.frontiers import DECODED, bootstrap
 from regard.compare.needles import answered
 from regard.compare.runner import Runner
@@ -56,6 +57,7 @@ def texts():
 @pytest.fixture(scope="module")
 def result(model, texts):
     rows = [SHIPPED, evicted(0.5), evicted(0.25, "streaming"), evicted(0.5, format="K8V8")]
+    rows += [condensed(0.5), condensed(0.25, "K8V8")]
     latent = next(each for each in CANDIDATES if each.key == "latent-50")
     return frontier(model, texts, candidates=[*rows, latent], name="tiny")
 
@@ -76,8 +78,6 @@ def test_losses_of_the_shipped_row_are_the_models_own(model, texts, result):
 @torch.no_grad()
 def test_losses_of_an_evicted_row_are_those_of_its_cache(model, texts, result):
     """By transformers' own generate loop, with regard installed."""
-    import copy
-
     other = copy.deepcopy(model)
     regard.hf.install(other)
     cache = regard.hf.cache(other, "evicting", budget=0.5, score=ExpectedAttention())
@@ -90,6 +90,23 @@ def test_losses_of_an_evicted_row_are_those_of_its_cache(model, texts, result):
     held = cache.caches[0].rows
     assert result.rows[1].share == pytest.approx(held / 149)
     assert result.rows[1].perplexity == pytest.approx(result.rows[0].perplexity, rel=1e-5)
+
+
+@torch.no_grad()
+def test_losses_of_a_condensed_row_are_those_of_a_cache_condensed_before_the_end(
+    model, texts, result
+):
+    own, begin = copy.deepcopy(model), 150 - DECODED
+    regard.hf.install(own)
+    cache = regard.hf.cache(own, "condensing")
+    logits = [own(texts.windows[:, :begin], past_key_values=cache).logits[:, -1:]]
+    regard.hf.condense(cache, texts.windows[:, :begin], 0.5)
+    for at in range(begin, 149):
+        logits.append(own(texts.windows[:, at : at + 1], past_key_values=cache).logits)
+    losses = F.cross_entropy(torch.cat(logits, 1).mT, texts.windows[:, begin:], reduction="none")
+    row = next(row for row in result.rows if row.name.endswith("condensed to 50 %"))
+    assert row.decode_perplexity == pytest.approx(losses.mean().exp().item(), rel=1e-4)
+    assert row.share == pytest.approx((begin / 2 + DECODED) / 150, abs=0.01)
 
 
 def test_bytes_of_codes_and_rows_multiply(result):
@@ -136,6 +153,9 @@ def test_a_budget_has_rows_that_fit_it(model, texts):
     names = [row.name for row in rows]
     assert "{kind}, evicted to 25 %" in names
     assert any("K4V4" in name for name in names)
+    # the 64 tokens that are decoded are all held: 42 % of 448 are 188, and 252 of 512 fit a half
+    longer = [row.name for row in within(0.5, layers, context=512, dtype="bfloat16")]
+    assert "{kind}, condensed to 42 %" in longer
     found = frontier(model, texts, candidates=[rows[0], *rows[1:3]], budget=0.25)
     assert all(row.share <= 0.255 for row in found.rows[1:])
     assert found.verdict.startswith("At 25% of the shipped cache")

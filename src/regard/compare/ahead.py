@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache import QuantizedCache
-from regard.cache.quantized import streams_with_room
 from regard.compare.candidates import Candidate
 from regard.convert.targets import Target
 from regard.layers.attention import Attention
@@ -103,9 +101,7 @@ def _layer(own: Attention, target: Target | None) -> Any:
 
 def _run(layer: Any, cache: Any, x: Tensor) -> None:
     """Fill a cache and decode; then, if an installed model would, repeat that in compiled code."""
-    from regard.hf.running.steps import is_quickest
-    from regard.ops.kernels.encoding import codes_of  # imports numba
-    from regard.ops.kernels.stepping import Plan
+    from regard.hf.running.steps import in_buffers, is_quickest
 
     layer(x, cache=cache)
     prepared: list[Any] = []
@@ -113,11 +109,8 @@ def _run(layer: Any, cache: Any, x: Tensor) -> None:
         layer(x[:, :1], cache=cache)
     if not isinstance(layer, Attention) or not is_quickest(prepared[-1]):
         return
-    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
-    codes = codes_of(streams)
-    if codes is not None:
-        heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        q, k = (x.new_zeros(1, count, 1, width) for count in (heads, kv_heads))
-        step = Plan.of(x.dtype, 1, heads, kv_heads, width, width, *codes)
-        keys, values = streams
-        step.run(q, k, k, keys, values, cache.length, signed=False, scale=1.0)
+    run_one = in_buffers(prepared[-1], cache)
+    if run_one is not None:
+        counts = layer.num_heads, layer.num_kv_heads
+        q, k = (x.new_zeros(1, count, 1, layer.head_dim) for count in counts)
+        run_one(cache, q, k, k, signed=False, scale=1.0)

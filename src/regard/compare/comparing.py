@@ -1,7 +1,4 @@
-"""The comparison of a model's attention with every candidate.
-
-The first row is the model's own attention, run by regard: it proves that logits agree.
-"""
+"""The comparison of a model's attention with every candidate."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -76,14 +73,18 @@ def compare(
     """
     started, windows = time.perf_counter(), texts.windows.to(model.device)
     context, stored = windows.shape[1], cache_dtype or model.dtype
-    _check_length(model, context)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if context < 2:
+        raise ValueError(f"context={context} is too short to predict anything; give at least 2")
+    if longest is not None and context > longest:
+        raise ValueError(f"context={context:,} is more than the {longest:,} positions of the model")
     progress("reading the text with the model's own attention", 0, 0)
-    wanted = _logits(model, windows)
+    share = LOGITS // len(windows)
+    wanted = [last_logits(model, hidden_states(model, each[None])[0], share) for each in windows]
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     named = _named(chosen(()) if candidates is None else candidates, shipped[0].kind)
-    runners = Runners(
-        model, shipped, named, texts.calibration.to(model.device), stored, DECODED + 1
-    )
+    calibration = texts.calibration.to(model.device)
+    runners = Runners(model, shipped, named, calibration, stored, DECODED + 1)
     work = Work(progress, len(named) * (ROW + PREFILLING * prefills) + runners.seconds)
     measured: dict[str, Sample | str] = {}
     settings: dict[str, Any] = {
@@ -110,12 +111,6 @@ def compare(
         time_prefills(_ran(measured), windows[-1])
     work.end()
     return _result(model, named, measured, settings, started)
-
-
-def _logits(model: Any, windows: Int[Tensor, "N L"]) -> list[Float[Tensor, "K V"]]:
-    """The model's own logits over the last tokens of each window."""
-    share = LOGITS // len(windows)
-    return [last_logits(model, hidden_states(model, each[None])[0], share) for each in windows]
 
 
 def _named(candidates: Sequence[Candidate], kind: str) -> list[Candidate]:
@@ -157,25 +152,14 @@ def _result(
     started: float,
 ) -> Comparison:
     """The comparison of the rows so far."""
-    names = ("context", "memory", "cache_dtype")
-    context, memory, stored = (settings[name] for name in names)
-    rows, first = [], _ran(measured)[0]
+    rows, first, stored = [], _ran(measured)[0], settings["cache_dtype"]
+    sizes = {"context": settings["context"], "memory": settings["memory"], "dtype": stored}
     for each in candidates[: len(measured)]:
         found = measured[each.name]
         if isinstance(found, str):
             rows.append(Row(each.name, each.exact, remark=found))
-            continue
-        row = found.row(each.name, each.exact, first, context=context, memory=memory, dtype=stored)
-        rows.append(row)
-    because = reasons(rows, context, settings["dtype"], outside(model))
-    seconds = time.perf_counter() - started
-    sentence = verdict(rows, stored, because)
+        else:
+            rows.append(found.row(each.name, each.exact, first, **sizes))
+    because = reasons(rows, settings["context"], settings["dtype"], outside(model))
+    sentence, seconds = verdict(rows, stored, because), time.perf_counter() - started
     return Comparison(**settings, rows=tuple(rows), verdict=sentence, seconds=seconds)
-
-
-def _check_length(model: Any, context: int) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if context < 2:
-        raise ValueError(f"context={context} is too short to predict anything; give at least 2")
-    if longest is not None and context > longest:
-        raise ValueError(f"context={context:,} is more than the {longest:,} positions of the model")

@@ -72,15 +72,13 @@ def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:
     """The stored layers of that name; None if there are none."""
     try:
         path = folder() / f"{name}.safetensors"
-        if not path.exists():
-            return None
         device = next(shipped[0].parameters()).device
         with open_tensors(path) as file:
             entries = json.loads(file.metadata["layers"])
             state = {key: file.read(key).to(device) for key in file.entries}
         return _layers(entries, state, shipped, path)
     except (OSError, ValueError, KeyError, RuntimeError):
-        return None  # of another version, or incomplete: it is converted again
+        return None  # not there, of another version, or incomplete: it is converted again
 
 
 def _layers(

@@ -7,7 +7,7 @@ perplexities are compared with the first row: times of the same round, losses of
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 
@@ -129,8 +129,7 @@ def cells(row: Row, columns: Iterable[str] = MEASURED) -> list[str]:
         >>> cells(row, SHORT)
         ['12,240', '87,724', '13.55 ±0.2%', '10.20 ±1.2%', '0.85 ±4%']
     """
-    fitting = row.context_in_memory
-    run = row.run_bytes_per_token
+    fitting, run = row.context_in_memory, row.run_bytes_per_token
     texts = {
         "cache_bytes_per_token": f"{row.cache_bytes_per_token:,.0f}",
         "run_bytes_per_token": "" if run is None else f"{run:,.0f}",
@@ -163,8 +162,7 @@ class Sample:
     runner: Runner  # what is measured
     bytes_per_token: float = 0.0  # of its caches, in the dtype in which it ran
     losses: list[Tensor] = field(default_factory=list)  # of the windows' tokens
-    # of the last tokens of each window, given one at a time
-    decode_losses: list[Tensor] = field(default_factory=list)
+    decode_losses: list[Tensor] = field(default_factory=list)  # of their last, one at a time
     difference: float = 0.0  # of a logit from the unmodified model's, at most
     timings: Timings = field(default_factory=Timings)  # of prefills and steps
 
@@ -176,8 +174,7 @@ class Sample:
         self.bytes_per_token = self.runner.cache_bytes / len(window)
         losses, difference = compare_logits(self.runner.model, window, hidden[0], wanted)
         self.losses.append(losses)
-        both = (self.difference, difference)
-        self.difference = max(both, key=lambda each: (math.isnan(each), each))
+        self.difference = max(self.difference, difference, key=lambda x: (math.isnan(x), x))
 
     def decode(self, window: Int[Tensor, " L"], first: "Sample | None" = None) -> None:
         """Decode the last tokens of a window that the caches hold, one at a time.
@@ -212,7 +209,10 @@ class Sample:
                 return round(self.bytes_per_token * tokens)
             return bytes_of_caches(layers, storage, context=tokens, dtype=dtype)
 
-        row = Row(
+        def ratio(own: Tensor, base: list[Tensor]) -> Ratio | None:
+            return None if first is self else perplexity_ratio(own, torch.cat(base))
+
+        return Row(
             name,
             exact,
             cache_bytes_per_token=taken(context) / context,
@@ -222,15 +222,10 @@ class Sample:
             storage=storage,
             perplexity=math.exp(losses.double().mean()),
             decode_perplexity=math.exp(decoded.double().mean()),
+            perplexity_ratio=ratio(losses, first.losses),
+            decode_perplexity_ratio=ratio(decoded, first.decode_losses),
             largest_logit_difference=self.difference,
             **self.timings.speeds(context),
-        )
-        if first is self:
-            return row
-        return replace(
-            row,
-            perplexity_ratio=perplexity_ratio(losses, torch.cat(first.losses)),
-            decode_perplexity_ratio=perplexity_ratio(decoded, torch.cat(first.decode_losses)),
         )
 
 

@@ -1,7 +1,4 @@
-"""The proof of a comparison: with regard's attention, the model's logits are its own.
-
-The bound is on rounding: 32 roundings of the largest logit for each layer.
-"""
+"""The proof of a comparison: with regard's attention, the model's logits are its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

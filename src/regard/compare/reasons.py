@@ -8,6 +8,7 @@ logarithmic scale.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -21,34 +22,30 @@ SHARE = 0.5  # of the logarithm of the measured ratio that the estimate explains
 
 def outside(model: nn.Module) -> int:
     """Parameters of a model that are not of its attention."""
-    inside = [
-        each.numel() for own in attention_modules(model).values() for each in own.parameters()
-    ]
-    return sum(each.numel() for each in model.parameters()) - sum(inside)
+    attention = attention_modules(model).values()
+    inside = sum(each.numel() for own in attention for each in own.parameters())
+    return sum(each.numel() for each in model.parameters()) - inside
 
 
 def reasons(rows: Sequence[Row], context: int, dtype: str, others: int) -> Mapping[str, str]:
     """The reason of each row whose decode speed differs from the first row's, where there is one;
     `others` are the parameters of the model that are not of its attention."""
     ran = [row for row in rows if row.perplexity is not None]
-    found = {row.name: _reason(row, ran[0], context, dtype, others) for row in ran}
-    return {name: reason for name, reason in found.items() if reason}
+    return {row.name: why for row in ran if (why := _reason(row, ran[0], context, dtype, others))}
 
 
 def _reason(row: Row, first: Row, context: int, dtype: str, others: int) -> str:
     own, base = (_cost(each, context, dtype) for each in (row, first))
     if row.decode_speed is None or not row.decode_speed.differs or own is None or base is None:
         return ""
-    assert first.decode_tokens_per_second is not None
-    assert first.prefill_tokens_per_second is not None
-    step = 1 / first.decode_tokens_per_second
+    prefilled, decoded = first.prefill_tokens_per_second, first.decode_tokens_per_second
+    assert prefilled is not None and decoded is not None
+    step = 1 / decoded
     weights = others * DTYPE_BYTES[dtype]
     reading = (base.decode_bytes + weights) / step
     products = base.visible_prefill_flops / context + 2 * others
     more_bytes = (own.decode_bytes - base.decode_bytes) / reading
-    more_flops = (own.visible_decode_flops - base.visible_decode_flops) / (
-        products * first.prefill_tokens_per_second
-    )
+    more_flops = (own.visible_decode_flops - base.visible_decode_flops) / (products * prefilled)
     explained = math.log(max(1 + (more_bytes + more_flops) / step, 0.01))
     if explained / -math.log(row.decode_speed.value) < SHARE:
         return ""
@@ -63,15 +60,12 @@ def _cost(row: Row, context: int, dtype: str) -> Cost | None:
     """The attention's costs in the form of MLA that computes less; None if they are not known."""
     if row.storage is None:
         return None
-    storage = row.storage
+    cost = partial(cost_of, storage=row.storage, context=context, dtype=dtype)
     try:
         forms = [
-            total_of(
-                cost_of(layer, storage, context=context, dtype=dtype, decode_form=form)
-                for layer in row.layers
-            )
+            total_of(cost(layer, decode_form=form) for layer in row.layers)
             for form in ("absorbed", "expanded")
         ]
     except ValueError:  # a mask or a storage without a formula
         return None
-    return min(forms, key=lambda cost: cost.visible_decode_flops)
+    return min(forms, key=lambda form: form.visible_decode_flops)

@@ -9,11 +9,6 @@ from regard.page.page import table
 from regard.page.readable import readable_bytes
 from regard.words import counted
 
-RATIOS = (
-    "Speeds but the first are ratios to it. ±: two standard errors; of a speed, half of its "
-    "quartiles' distance; same: no measurable difference."
-)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -70,9 +65,8 @@ class Comparison:
 
         Bytes in the dtype in which the model ran are a column if it is not the checkpoint's.
         """
-        heads = {"within": readable_bytes(self.memory), "dtype": self.dtype}
         return {
-            name: head.format(**heads)
+            name: head.format(within=readable_bytes(self.memory), dtype=self.dtype)
             for name, head in MEASURED.items()
             if name != "run_bytes_per_token" or self.dtype != self.cache_dtype
         }
@@ -96,18 +90,17 @@ class Comparison:
     def about(self) -> str:
         """The model and the text, for the line above the table."""
         layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
-        dtype = self.dtype
-        if dtype != self.cache_dtype:
-            dtype = f"{self.cache_dtype} run in {dtype}"
-        return (
-            f"{layers} of {self.kind}, {dtype}, {threads}; {self.context:,} tokens of {self.text}"
-        )
+        run = "" if self.dtype == self.cache_dtype else f" run in {self.dtype}"
+        heads = f"{layers} of {self.kind}, {self.cache_dtype}{run}"
+        return f"{heads}, {threads}; {self.context:,} tokens of {self.text}"
 
     @property
     def legend(self) -> str:
         """The columns in two or three sentences."""
         return (
-            f"Decode perplexity: of the last {self.decoded:,} tokens, given one at a time. {RATIOS}"
+            f"Decode perplexity: of the last {self.decoded:,} tokens, given one at a time. Speeds "
+            "but the first are ratios to it. ±: two standard errors; of a speed, half of its "
+            "quartiles' distance; same: no measurable difference."
         )
 
     def drawn(self, row: Row) -> float | None:
@@ -116,10 +109,8 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The verdict and the table of what ran, for notebooks and pages."""
-        about = (
-            f"{self.about}, {self.decoded:,} decoded one at a time, measured in "
-            f"{self.seconds:.0f} s"
-        )
+        decoded = f"{self.decoded:,} decoded one at a time"
+        about = f"{self.about}, {decoded}, measured in {self.seconds:.0f} s"
         return (
             f"<p>{escape(self.verdict)}</p>\n{table(about, *self.table())}"
             f'<p class="aside">{self.legend}</p>'

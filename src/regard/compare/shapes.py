@@ -7,10 +7,8 @@ from typing import Any
 from regard.cache import Cache, KVCache, SlidingCache
 from regard.cache.quantized import QuantizedCache, QuantizedWindow
 from regard.plan.cache_bytes import cache_bytes
-from regard.plan.modules import shape_of
+from regard.plan.modules import shape_of as shape_of
 from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload
-
-__all__ = ["bytes_of_caches", "shape_of", "storage_in", "storage_of"]
 
 
 def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> Storage | None:
@@ -39,5 +37,4 @@ def bytes_of_caches(
     """Bytes in the caches of all layers of a model, as `regard.plan` counts them; `dtype` is that
     of numbers that are not codes."""
     work = Workload(context=context, dtype=dtype)
-    counts = Counter(layers).items()
-    return sum(cache_bytes(layer, storage, work) * count for layer, count in counts)
+    return sum(cache_bytes(layer, storage, work) * n for layer, n in Counter(layers).items())

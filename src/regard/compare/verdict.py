@@ -31,9 +31,8 @@ def verdict(rows: Sequence[Row], dtype: str = "", reasons: Mapping[str, str] = _
     others = [row for row in ran if row is not shipped]
     if not others:
         return NOTHING_BESIDE
-    best, sentence = _of_memory(
-        shipped, others, f"the shipped {dtype} cache".replace("  ", " "), reasons
-    )
+    cache = f"the shipped {dtype} cache".replace("  ", " ")
+    best, sentence = _of_memory(shipped, others, cache, reasons)
     latents = [row for row in others if "latent" in row.name]
     least = min(latents, key=_bytes, default=best)
     if least is best:

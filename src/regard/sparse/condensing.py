@@ -234,6 +234,7 @@ class CondensingCache(Stored, Attending):
         """Keep these batch rows, `[N]` integers, in this order."""
         for head in self._heads:
             head.reorder(rows)
+        self._parts, self._returned = (), None
 
     def fork(self) -> "CondensingCache":
         new = object.__new__(CondensingCache)

@@ -302,7 +302,7 @@ def test_a_cache_is_reset_and_used_again():
             "x",
             {},
             "kind='x' is not one of 'auto', 'growing', 'static', 'sliding', 'quantized', "
-            "'evicting', 'paged'",
+            "'evicting', 'condensing', 'paged'",
         ),
         ("static", {}, "kind='static' takes max_length=, got none"),
         ("growing", {"bits": 8}, "kind='growing' takes no options, got bits=8"),

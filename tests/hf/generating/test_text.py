@@ -15,9 +15,9 @@ from regard.cache.paging.pool import PagePool
 from regard.cli import generate
 from regard.cli.app import run
 from regard.hf.generating import text
-from regard.hf.generating.caches import NAMES
 from regard.hf.generating.pool_of_model import FILE
 from regard.hf.generating.text import ATTENTIONS, Written, _size
+from regard.names import CACHES
 from regard.ops.backends import BACKENDS
 from zoo import VOCABULARY, ZOO
 
@@ -64,7 +64,7 @@ def test_the_text_does_not_depend_on_attention_or_cache(loaded):
     assert model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("cache", [*NAMES, "transformers"])
+@pytest.mark.parametrize("cache", [*CACHES, "transformers"])
 def test_the_bytes_are_those_of_the_cache(loaded, cache):
     model, tokenizer = loaded
     written = regard.hf.write(model, tokenizer, PROMPT, cache=cache, max_new_tokens=9)

@@ -44,15 +44,13 @@ def score(
             "split it"
         )
     prompt = list(context)[-(max_length + 1 - len(continuation)) :]
-    held, device = cache(), model.device
     takes = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    last |= argument_of(model, held)
+    last |= argument_of(model, cache())
     total, greedy, new = 0.0, True, prompt
     for target in continuation:
-        tokens = torch.tensor([new], device=device)
-        out = model(tokens, use_cache=True, **last)
-        logits = out.logits[0, -1].float()
+        tokens = torch.tensor([new], device=model.device)
+        logits = model(tokens, use_cache=True, **last).logits[0, -1].float()
         total += float(logits.log_softmax(-1)[target])
         greedy = greedy and int(logits.argmax()) == target
         new = [target]

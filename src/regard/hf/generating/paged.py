@@ -138,9 +138,8 @@ class PagedGenerationCache(GenerationCache):
     def _store(self, *, checked: bool) -> None:
         """Store the pages that are full, of rows whose tokens are known, unless the weights have
         changed since the first call."""
-        assert self._text is not None and self._described is not None
+        assert self._text is not None and self._described is not None and self._context is not None
         self._text = self._text.joined()
-        assert self._context is not None
         if not checked and self._described() != self._context:
             self._text = None
             return

@@ -105,10 +105,9 @@ def check_pool(pool: Any, format: Any, tokens: Any = None, page_size: Any = None
 def _context(model: Any, name: str) -> Context:
     """What keys and values of a model depend on besides tokens, as it is now."""
     kind = model.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     context = context_of(model, name=name)
     key = f"{context.key}{_changes(model)}"
-    if autocast:
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         key += f" {torch.get_autocast_dtype(kind)}"
     bound = filter(is_bound, model.modules())
     if any(family.latent for each in bound if (family := family_of(each))):

@@ -199,9 +199,8 @@ OF_MLA = {
     "gate": GATE,
     "query_scale": Field("null or three numbers", _read_factor, _written_factor),
 }
-KINDS: dict[
-    str, tuple[Any, dict[str, Field]]
-] = {  # classes of layers, with their arguments in files
+# classes of layers, and the arguments that a file holds for one
+KINDS: dict[str, tuple[Any, dict[str, Field]]] = {
     "LatentKV": (LatentKVAttention, COMMON | OF_LATENT_KV),
     "MLA": (MultiHeadLatentAttention, COMMON | OF_MLA),
 }

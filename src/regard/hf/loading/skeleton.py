@@ -29,12 +29,10 @@ def model_class(config: Any) -> Any:
     a ValueError if transformers has no model for it."""
     import transformers
 
-    base = transformers.PreTrainedModel
     for name in config.architectures or ():
         named = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(named, type) and issubclass(named, base):
-            made_from: Any = getattr(named, "config_class", None)
-            if isinstance(config, made_from or ()):
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            if isinstance(config, getattr(named, "config_class", None) or ()):
                 return named
             raise ValueError(f"{name} does not fit a configuration of {config.model_type}")
     for auto in (

@@ -96,12 +96,10 @@ def check_json_files(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():  # it can name another model and pickles
         out = "merge it into its model and save that, or move it elsewhere"
         raise refused(folder, "an adapter is not read", "adapter_config.json", out)
-    for name in OTHER_JSON:
+    large = {"limit": TOKENIZER_LIMIT, "commas": TOKENIZER_COMMAS}
+    for name in (*OTHER_JSON, *TOKENIZER_JSON):
         if (folder / name).exists():
-            read_json(folder / name)
-    for name in TOKENIZER_JSON:
-        if (folder / name).exists():
-            read_json(folder / name, limit=TOKENIZER_LIMIT, commas=TOKENIZER_COMMAS)
+            read_json(folder / name, **(large if name in TOKENIZER_JSON else {}))
 
 
 def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> dict[str, Any]:
@@ -109,8 +107,7 @@ def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> d
     larger, is not an object, or has a key twice."""
     if not file.is_file():
         raise refused(file, "it must be a file", "something else")
-    size = file.stat().st_size
-    if size > limit:
+    if (size := file.stat().st_size) > limit:
         raise refused(file, f"it may have {limit} bytes", size)
     return parse_json(file.read_bytes(), file, commas=commas)
 

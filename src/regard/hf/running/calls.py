@@ -186,9 +186,9 @@ def attended(
     bias: Tensor | None = None,
     sinks: Float[Tensor, " H"] | Float[Tensor, "B H L 1"] | None = None,
     **options: Any,
-) -> tuple[Float[Tensor, "B H L Dv"], Float[Tensor, "B H L S"] | None, Prepared]:
+) -> tuple[Tensor, Tensor | None, Prepared]:
     """Attention of queries to keys, described and then run by the backend chosen for it: the heads'
-    outputs, the weights if the caller wants them, and the call.
+    outputs `[B, H, L, Dv]`, the weights if the caller wants them, and the call.
 
     `at` says which keys are visible; `bias` is added to the scores besides; `sinks` are logits of
     each head, or of each head and query. A cache that attends by itself, `attending`, does not have

@@ -310,8 +310,7 @@ def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
     key_width = value_width = head_dim
     form = "rebuilt by " if is_placed(module) else ""
     if family.latent:
-        chosen = choose_form(module, span)
-        rank = module.kv_lora_rank
+        chosen, rank = choose_form(module, span), module.kv_lora_rank
         absorbed = (1, rank + module.qk_rope_head_dim, rank)
         rebuilt = (heads, module.qk_head_dim, module.v_head_dim)
         kv_heads, key_width, value_width = absorbed if isinstance(chosen, Absorbed) else rebuilt

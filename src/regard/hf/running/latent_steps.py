@@ -18,6 +18,7 @@ from regard.hf.running.steps import (
     is_repeatable,
     most_keys,
     settings_of,
+    sizes_of,
     step_of,
 )
 from regard.layers.inputs import check_int32
@@ -105,7 +106,6 @@ def record(
     from regard.ops.kernels.latent_stepping import LatentPlan  # imports numba
 
     call, (cos, _) = here.call, part.stored[0].tables
-    sizes = call.batch, call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
-    run_one = LatentPlan.of(call.dtype, *sizes, cos.shape[1]).run
+    run_one = LatentPlan.of(*sizes_of(call), cos.shape[1]).run
     same = settings_of(family, module), x.shape, call.dtype, held, most_keys(here, held[0].shape[2])
     layer.step = InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)

@@ -169,10 +169,8 @@ def rule_of(function: Callable[..., Any], held: Held) -> Mask | None:
 
 
 def _read(name: str, function: Any, held: Held) -> Mask | None:
-    names, values = function.__code__.co_freevars, function.__closure__ or ()
-    return KNOWN[name].read(
-        {n: each.cell_contents for n, each in zip(names, values, strict=True)}, held
-    )
+    kept = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return KNOWN[name].read({variable: each.cell_contents for variable, each in kept}, held)
 
 
 def _joined(join: Callable[[Mask, Mask], Mask], cells: Cells, held: Held) -> Mask | None:

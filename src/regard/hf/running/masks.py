@@ -133,11 +133,7 @@ def _simplest(
 
     A static cache has slots for later tokens, which its masks hide: under a rule they are not read.
     """
-
-    def read() -> tuple[Dense, Tensor | None, dict[Any, tuple[Mask, Span]]]:
-        return *_split(given), {}
-
-    mask, bias, rules = memoised("_rules_of_regard", module, read, given)
+    mask, bias, rules = memoised("_rules_of_regard", module, lambda: (*_split(given), {}), given)
     if not may_read(given):
         return Visible(mask, bias, Span(keys - queries, keys, 0, keys))
     size = queries, keys, window

@@ -49,11 +49,10 @@ def _is_here(module: nn.Module) -> bool:
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """What tells the modules of one class apart, but for their place in the model."""
-    simple = bool | int | float | str
     return {
         name: repr(value)
         for name, value in vars(module).items()
-        if isinstance(value, simple) and name not in ("layer_idx", "training")
+        if isinstance(value, bool | int | float | str) and name not in ("layer_idx", "training")
     }
 
 

@@ -148,7 +148,7 @@ def record_step(
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
     paged = type(cache) is PagedCache
-    run_one = (_in_pages if paged else _in_buffers)(prepared, cache)
+    run_one = (_in_pages if paged else in_buffers)(prepared, cache)
     if run_one is None:
         return
     call, most = prepared.call, most_keys(prepared, sys.maxsize if paged else held[0].shape[2])
@@ -156,7 +156,7 @@ def record_step(
     layer.step = InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)
 
 
-def _in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] | None:
+def in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] | None:
     """The function of a step over buffers; None if their codes are of another kind."""
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
@@ -165,7 +165,7 @@ def _in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] 
     codes = codes_of(streams)
     if codes is None:
         return None
-    plan: Any = Plan.of(*_sizes(prepared.call), *codes)
+    plan: Any = Plan.of(*sizes_of(prepared.call), *codes)
     return lambda cache, q, k, v, **options: plan.run(q, k, v, *streams, cache.length, **options)
 
 
@@ -175,7 +175,7 @@ def _in_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | N
 
     if not cache.pages_of_step() or cache.memory.page_size < LEAST_PAGE:
         return None
-    return partial(_step_in_pages, PagedPlan(*_sizes(prepared.call)))
+    return partial(_step_in_pages, PagedPlan(*sizes_of(prepared.call)))
 
 
 def _step_in_pages(
@@ -202,7 +202,8 @@ def _step_in_pages(
     return plan.attend(appended, sources, scale)
 
 
-def _sizes(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:
+def sizes_of(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:
+    """The dtype and the sizes that a kernel is compiled for."""
     heads, widths = (call.num_heads, call.num_kv_heads), (call.head_dim, call.v_head_dim)
     return call.dtype, call.batch, *heads, *widths
 

@@ -26,7 +26,7 @@ def condense(
 
     For a cache of kind `"condensing"` and a model with regard installed. The key heads of all
     layers share the budget: `regard.sparse.condense`, after KVzip (Kim et al. 2025,
-    arXiv:2505.23416). It takes two to three times as long as the prefill, and is of use where a
+    arXiv:2505.23416). It takes two to four times as long as the prefill, and is of use where a
     text is read once and asked about often. Later tokens are all held.
 
     Args:

@@ -79,7 +79,7 @@ def condense(
         cache.keep([next(kept) for _ in cache.rows])
 
 
-def _with_ends(scores: Float[Tensor, "B n"], sinks: int, recent: int) -> Float[Tensor, "B n"]:
+def _with_ends(scores: Float[Tensor, "B _"], sinks: int, recent: int) -> Float[Tensor, "B _"]:
     """Scores without a bound for the first and last rows; padding, which no query sees, has 0."""
     seen = scores > 0
     first = seen & (seen.cumsum(1) <= sinks)
@@ -87,7 +87,7 @@ def _with_ends(scores: Float[Tensor, "B n"], sinks: int, recent: int) -> Float[T
     return scores.masked_fill(first, torch.inf)
 
 
-def _highest(scores: Sequence[Float[Tensor, "B n"]], count: int) -> list[Int[Tensor, "B m"]]:
+def _highest(scores: Sequence[Float[Tensor, "B _"]], count: int) -> list[Int[Tensor, "B _"]]:
     """For each head the numbers of its rows that are among the `count` of the highest scores of all
     heads, in ascending order."""
     together = torch.cat([each.to(scores[0].device) for each in scores], 1)

@@ -78,7 +78,7 @@ class CondensingCache(Stored, Attending):
         return tuple(each.rows for each in self._heads)
 
     @property
-    def slots(self) -> tuple[Int[Tensor, "B n"], ...]:
+    def slots(self) -> tuple[Int[Tensor, "B _"], ...]:
         """The slots of the tokens held for each key head."""
         return tuple(each.slots[:, 0] for each in self._heads if each.slots is not None)
 
@@ -208,12 +208,12 @@ class CondensingCache(Stored, Attending):
         """From now on, note the most attention that each row of now receives from one query."""
         self._attention = [torch.zeros_like(each, dtype=torch.float32) for each in self.slots]
 
-    def observed(self) -> list[Float[Tensor, "B n"]]:
+    def observed(self) -> list[Float[Tensor, "B _"]]:
         """The attention since `observe`, for each key head; no more is noted."""
         noted, self._attention = self._attention, []
         return noted
 
-    def keep(self, rows: Sequence[Int[Tensor, "B m"]]) -> None:
+    def keep(self, rows: Sequence[Int[Tensor, "B _"]]) -> None:
         """Evict all rows of each key head but these, whose numbers ascend."""
         for head, kept in zip(self._heads, rows, strict=True):
             head.keep(kept[:, None])

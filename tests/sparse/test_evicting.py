@@ -149,6 +149,18 @@ def test_the_first_and_the_last_stay_however_small_the_rest_of_the_budget(budget
         assert {*range(sinks), *range(210 - recent, 210)} <= {*slots}
 
 
+def test_queries_at_padding_do_not_count():
+    """Padding on the right sees all tokens, and is read by nobody."""
+    layer, x, pads = _layer(), _tokens(1, 30), 7
+    padded = torch.cat([x, torch.full((1, pads, 24), 9.0, dtype=x.dtype)], 1)
+    valid = torch.arange(30 + pads)[None] < 30
+    alone, cache = (EvictingCache(14, H2O(), sinks=2, recent=1) for _ in range(2))
+    _run(layer, x, alone, [30])
+    _run(layer, padded, cache, [30 + pads], Padding(valid))
+    for own, kept in zip(alone.slots[0].tolist(), cache.slots[0].tolist(), strict=True):
+        assert {*own} - {29} <= {*kept}, "29 is recent alone, and no longer before the padding"
+
+
 def test_a_score_that_is_no_number_keeps_nothing_else_out():
     class Broken(Streaming):
         def __call__(self, rows):

@@ -261,8 +261,8 @@ def evicting(
 
 
 def condensing(*, format: str | None = None) -> Callable[[int | None], Cache]:
-    """All tokens of layers without a window until `GenerationCache.condense`; as values, or in
-    codes of a format. Other layers hold their window, stored alike."""
+    """All tokens of layers without a window until `regard.hf.condense`; as values, or in codes of a
+    format. Other layers hold their window, stored alike."""
     if format is None:
         return _by_window(CondensingCache, SlidingCache)
     whole = partial(CondensingCache, format)

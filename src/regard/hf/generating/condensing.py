@@ -26,8 +26,8 @@ def condense(
 
     For a cache of kind `"condensing"` and a model with regard installed. The key heads of all
     layers share the budget: `regard.sparse.condense`, after KVzip (Kim et al. 2025,
-    arXiv:2505.23416). It takes two to four times as long as the prefill, and is of use where a
-    text is read once and asked about often. Later tokens are all held.
+    arXiv:2505.23416). It takes longer than the prefill, as the text is read again over twice the
+    keys, and is of use where a text is read once and asked about often. Later tokens are all held.
 
     Args:
         cache: from `regard.hf.cache(model, "condensing")`.

@@ -10,12 +10,23 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.cache import Part
-from regard.layers.attending import Keys
+from regard.layers.attending import Attending, Keys
+from regard.layers.inputs import Arrival, Layer
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import prepare
+from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial, merge
 from regard.ops.prepared import Prepared
 from regard.sparse.slots import AtSlots
+
+
+class Sparse(Attending):
+    """Base class of caches that attend to some of the tokens seen."""
+
+    def prepare(self, layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
+        """The call of a layer over the slots of all tokens seen, without sinks."""
+        options = layer.options(at) | {"sinks": None}
+        return prepare_call(Arguments(q, *keys.outlines, at.span, **options))
 
 
 def attended_rows(

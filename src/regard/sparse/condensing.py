@@ -16,12 +16,9 @@ from regard.cache.paging.formats import PageFormat, format_of
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.cache.streams import Lengths
-from regard.layers.attending import Attending, Keys
-from regard.layers.inputs import Arrival
 from regard.masks import Span
-from regard.ops.memo import Arguments, prepare_call
 from regard.ops.prepared import Prepared
-from regard.sparse.attention import attended_rows
+from regard.sparse.attention import Sparse, attended_rows
 from regard.sparse.evicting import Evicting, EvictingCache
 from regard.sparse.quantized import QuantizedEvicting
 from regard.sparse.scores import Streaming
@@ -29,7 +26,7 @@ from regard.sparse.scores import Streaming
 _ALL = 1.0  # the budget of a head's cache, which evicts nothing by itself
 
 
-class CondensingCache(Stored, Attending):
+class CondensingCache(Stored, Sparse):
     """A cache that holds all tokens until `condense`, which leaves each key head those it needs.
 
     Later tokens are all held, and may be condensed again. Slots, masks and rotary positions count
@@ -140,11 +137,6 @@ class CondensingCache(Stored, Attending):
         several = Part(self.length, parts[0].kv_stop, tuple(new))
         return (several if len(heads) > 1 else parts[0],)
 
-    def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
-        """The call of a layer over the slots of all tokens seen, without sinks."""
-        options = layer.options(at) | {"sinks": None}
-        return prepare_call(Arguments(q, *keys.outlines, at.span, **options))
-
     def attend(
         self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None
     ) -> Tensor:
@@ -181,10 +173,9 @@ class CondensingCache(Stored, Attending):
                 "CondensingCache is for inference without a score bias, under one mask for all "
                 f"heads, got {got}, {call.mask!r:.80}; call layer.eval(), or use KVCache()"
             )
-        # a model of transformers numbers the keys that are held from 0
-        rows = [(self.length - each, self.length) for each in self.rows]
-        if count == 1:
-            part = parts[0]._replace(kv_start=rows[0][0], kv_stop=rows[0][1])
+        if count == 1:  # a model of transformers numbers the keys that are held from 0
+            start = self.length - self.rows[0]
+            part = parts[0]._replace(kv_start=start, kv_stop=self.length)
             return [(prepared, q, part, sinks)]
         if self._returned is None or parts[0].streams is not self._returned.streams:
             raise ValueError(

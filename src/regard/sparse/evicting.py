@@ -28,12 +28,9 @@ from regard.cache.streams import (
     with_room,
     write_tokens,
 )
-from regard.layers.attending import Attending, Keys
-from regard.layers.inputs import Arrival
 from regard.masks import Span
-from regard.ops.memo import Arguments, prepare_call
 from regard.ops.prepared import Prepared
-from regard.sparse.attention import attended_rows
+from regard.sparse.attention import Sparse, attended_rows
 from regard.sparse.scores import ExpectedAttention, Rows, Score, attention_weights
 from regard.sparse.seen import Seen, gathered, with_seen, without_seen
 from regard.sparse.slots import visible_rows
@@ -46,7 +43,7 @@ SLACK = 4  # buffers have room for 1 / SLACK more rows
 QUERIES = 64  # in a block whose attention weights are summed
 
 
-class Evicting(Contiguous, Attending):
+class Evicting(Contiguous, Sparse):
     """Base class of caches that keep a budget of tokens; the arguments are `EvictingCache`'s."""
 
     def __init__(
@@ -138,11 +135,6 @@ class Evicting(Contiguous, Attending):
         held = [each.narrow(2, 0, rows) for each in self._held] or [x[:, :, :0] for x in new]
         whole = tuple(torch.cat(pair, 2) for pair in zip(held, new, strict=True))
         return (Part(self.length - rows, self.length + added, whole),)
-
-    def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
-        """The call of a layer over the slots of all tokens seen, without sinks."""
-        options = layer.options(at) | {"sinks": None}
-        return prepare_call(Arguments(q, *keys.outlines, at.span, **options))
 
     def attend(
         self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None

@@ -20,15 +20,12 @@ from regard.cache.parts import Streams
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.cache.streams import Lengths, check_whole
-from regard.layers.attending import Attending, Keys
-from regard.layers.inputs import Arrival
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.masks.runs import true_runs
-from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import visible_parts
 from regard.ops.prepared import Prepared
-from regard.sparse.attention import prepare_rows
+from regard.sparse.attention import Sparse, prepare_rows
 from regard.sparse.bounds import Bounds
 from regard.sparse.slots import AtSlots
 
@@ -68,7 +65,7 @@ class Places(NamedTuple):
     number: Int[Tensor, "B pages"]
 
 
-class SelectingCache(Stored, Attending):
+class SelectingCache(Stored, Sparse):
     """A `PagedCache` of which a decoding step reads some pages: speed on long contexts.
 
     Memory is that of the paged cache, and the bounds: 2 numbers a channel of the keys and page, 3 %
@@ -168,11 +165,6 @@ class SelectingCache(Stored, Attending):
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
         return self.cache.peek(*new)
-
-    def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
-        """The call of a layer over all tokens, without sinks."""
-        options = layer.options(at) | {"sinks": None}
-        return prepare_call(Arguments(q, *keys.outlines, at.span, **options))
 
     def attend(
         self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None

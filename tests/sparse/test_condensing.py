@@ -193,6 +193,14 @@ def test_a_row_with_padding_keeps_the_tokens_that_it_keeps_alone():
     assert [[at - pads for at in slots] for slots in _lists(cache)] == _lists(alone)
 
 
+def test_padding_on_the_right_takes_no_room():
+    layer, x, pads = _layer(), _tokens(), 6
+    padded = torch.cat([x, torch.full((1, pads, 24), 50.0, dtype=x.dtype)], 1)
+    valid = torch.arange(LENGTH + pads)[None] < LENGTH
+    (cache,) = _condensed([layer], padded, 12, mask=Padding(valid))
+    assert max(max(slots) for slots in _lists(cache)) < LENGTH
+
+
 def test_rows_of_a_batch_keep_their_own_tokens():
     layer, x = _layer(), _tokens(3)
     (cache,) = _condensed([layer], x, 0.5)
@@ -295,6 +303,8 @@ def test_a_text_that_is_not_repeated_as_it_should_be_evicts_nothing():
         layer(x, cache=cache)
         with pytest.raises(ValueError, match=r"of \[37\] tokens as they are, got \[74\]"):
             condense([cache], lambda: layer(x, cache=cache), 0.5)
+        with pytest.raises(ValueError, match="no layer attended"):
+            condense([cache], lambda: None, 0.5)
         with pytest.raises(ZeroDivisionError):
             condense([cache], lambda: 1 / 0, 0.5)
         assert cache.rows == GROUPS * (2 * LENGTH,)

@@ -42,7 +42,7 @@ def condense(
 
     Raises:
         ValueError: if a number is out of its range, no cache is a `CondensingCache` with tokens, or
-            the caches have another length when `repeat` returns. Nothing is evicted then.
+            `repeat` reads no text, or leaves the caches at another length. Nothing is evicted then.
 
     Examples:
         >>> from regard import KVCache
@@ -72,7 +72,12 @@ def condense(
         attention = [each.observed() for each in own]
     if lengths != (now := [each.length for each in own]):
         raise ValueError(f"repeat() leaves caches of {lengths} tokens as they are, got {now}")
-    scores = [_with_ends(each, sinks, recent) for of_layer in attention for each in of_layer]
+    noted = [each for of_layer in attention for each in of_layer]
+    if not any(bool(each.any()) for each in noted):
+        raise ValueError(
+            "repeat() lets the model read the text into these caches; no layer attended"
+        )
+    scores = [_with_ends(each, sinks, recent) for each in noted]
     each_head = budget if isinstance(budget, int) else budget * max(lengths)
     kept = iter(_highest(scores, round(each_head * len(scores))))
     for cache in own:
@@ -82,9 +87,8 @@ def condense(
 def _with_ends(scores: Float[Tensor, "B _"], sinks: int, recent: int) -> Float[Tensor, "B _"]:
     """Scores without a bound for the first and last rows; padding, which no query sees, has 0."""
     seen = scores > 0
-    first = seen & (seen.cumsum(1) <= sinks)
-    first[:, max(0, first.shape[1] - recent) :] = True
-    return scores.masked_fill(first, torch.inf)
+    last = seen.flip(1).cumsum(1).flip(1) <= recent
+    return scores.masked_fill(seen & ((seen.cumsum(1) <= sinks) | last), torch.inf)
 
 
 def _highest(scores: Sequence[Float[Tensor, "B _"]], count: int) -> list[Int[Tensor, "B _"]]:

@@ -265,7 +265,8 @@ def within(
             scores = SCORES if not format else ("expected attention",)
             found += [evicted(shares[-1], score, format) for score in scores]
             read = context - DECODED  # tokens that are condensed: those decoded are all held
-            if (share := (shares[-1] * context - DECODED) // (read / 100) / 100) * read > fewest:
-                found.append(condensed(share, format))
+            percent = int(100 * (shares[-1] * context - DECODED) / read)
+            if percent * read > 100 * fewest:
+                found.append(condensed(percent / 100, format))
     latent = f"latent-{budget:.0%}".removesuffix("%")
     return (*found, *(each for each in CANDIDATES if each.key == latent))

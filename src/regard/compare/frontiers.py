@@ -319,9 +319,8 @@ def _bytes_per_token(runner: Runner, rows: int, dtype: str) -> float:
     for layer, cache in zip(runner.layers, runner.caches, strict=True):
         stored: Any = cache
         shape, evicts = shape_of(layer), isinstance(stored, Evicting | CondensingCache)
-        held = stored.length
-        if evicts:  # a condensed cache has another number for each key head
-            held = round(fmean(stored.rows if isinstance(stored.rows, tuple) else [stored.rows]))
+        held = stored.rows if evicts else stored.length
+        held = round(fmean(held)) if isinstance(held, tuple) else held  # of each key head
         storage = storage_in(stored) if evicts else storage_of([stored], [shape.window])
         if storage is None or not held:
             total += stored.nbytes / rows / stored.length

@@ -226,7 +226,7 @@ class QuantizedWindow(Quantizing, SlidingCache):
         return f"QuantizedWindow({self.size}, {rollback}{self._code()})"
 
 
-def streams_with_room(cache: QuantizedCache) -> tuple[AnyStream, ...]:
+def streams_with_room(cache: Quantizing) -> tuple[AnyStream, ...]:
     """The streams in a cache's buffers: codes with their scales, with room for more tokens."""
     held = cache.buffers
     (part,) = cache._join((Part(0, held[0].shape[2], held),), cache._streams)

@@ -70,6 +70,16 @@ class CondensingCache(Stored, Sparse):
         self._head()
 
     @property
+    def heads(self) -> tuple[Evicting, ...]:
+        """The caches of the key heads, which hold different tokens; () before the first tokens."""
+        return self._heads
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the attention that rows receive is noted, as `condense` asks for."""
+        return bool(self._attention)
+
+    @property
     def rows(self) -> tuple[int, ...]:
         """The number of tokens held for each key head."""
         return tuple(each.rows for each in self._heads)
@@ -129,6 +139,11 @@ class CondensingCache(Stored, Sparse):
         several = Part(start, self.length, tuple(new))
         self._returned = several if len(heads) > 1 else self._parts[0]
         return (self._returned,)
+
+    def count(self, new: int) -> None:
+        """Count tokens that have been written to the buffers of all heads, after their rows."""
+        for head in self._heads:
+            head.count(new)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, without changing the cache."""

@@ -124,11 +124,21 @@ class Evicting(Contiguous, Sparse):
             capacity = max(FIRST_CAPACITY, total + total // SLACK)
             self._held = with_room(self._held or new, rows, capacity)
         write_tokens(self._held, new, Lengths(rows, rows))
-        appended = Seen.of(new[0], self.length, self.score.sums)
-        self._seen = appended if self._seen is None else self._seen.followed_by(appended)
-        self._lengths = self._lengths.grown(added)
-        self._due, self._before = True, self._seen
+        self.count(added)
         return (Part(stop - total, stop, tuple(x.narrow(2, 0, total) for x in self._held)),)
+
+    def count(self, new: int) -> None:
+        """Count tokens that have been written to `buffers`, after the rows held."""
+        stop = self.length + new
+        appended = Seen.of(self._held[0], self.length, stop, self.score.sums)
+        self._seen = appended if self._seen is None else self._seen.followed_by(appended)
+        self._lengths = self._lengths.grown(new)
+        self._due, self._before = True, self._seen
+
+    def remember(self, q: Float[Tensor, "B H L D"]) -> None:
+        """Remember the queries of the last tokens, for the score."""
+        assert self._seen is not None
+        self._seen = self._seen.with_queries(q, self.score.queries)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         added, rows = self._check(new), self.rows
@@ -260,10 +270,9 @@ class Evicting(Contiguous, Sparse):
 
     def _observe(self, prepared: Prepared, q: Tensor, part: Part) -> None:
         """Remember the last queries, and sum the attention of all, where the score reads that."""
+        if self.score.queries:
+            self.remember(q)
         assert self._seen is not None
-        count = self.score.queries
-        if count:
-            self._seen = self._seen.with_queries(q, count)
         if self.score.sums:
             received = self._seen.received
             assert received is not None

@@ -26,10 +26,10 @@ class Seen(NamedTuple):
     queries: tuple[Tensor, ...] = ()
 
     @classmethod
-    def of(cls, like: Tensor, start: int, sums: bool) -> "Seen":
-        """Of new rows: a stream `[B, G, L, W]` of the tokens from slot `start` on."""
-        slots = torch.arange(start, start + like.shape[2], device=like.device)
-        slots = slots.expand(*like.shape[:2], -1)
+    def of(cls, like: Tensor, start: int, stop: int, sums: bool) -> "Seen":
+        """Of the tokens in the slots from `start` to `stop`, in streams of the batch and heads of
+        `like`, `[B, G, n, W]`."""
+        slots = torch.arange(start, stop, device=like.device).expand(*like.shape[:2], -1)
         return cls(slots, torch.zeros_like(slots, dtype=torch.float32) if sums else None)
 
     def followed_by(self, new: "Seen") -> "Seen":

@@ -276,10 +276,9 @@ class SelectingCache(Stored, Sparse):
         assert self._bounds is not None
         stop = self._all_pages
         shares = self._bounds.between(FIRST, stop - LAST).highest(q)
-        best = shares.topk(count - FIRST - LAST, -1).indices.sort(-1).values + FIRST
+        best = shares.topk(count - FIRST - LAST, -1).indices + FIRST
         always = torch.tensor([*range(FIRST), *range(stop - LAST, stop)], device=best.device)
-        always = always.expand(*best.shape[:2], -1)
-        return torch.cat([always[..., :FIRST], best, always[..., FIRST:]], 2)
+        return torch.cat([best, always.expand(*best.shape[:2], -1)], 2).sort(-1).values
 
     def _attend_pages(
         self, prepared: Prepared, q: Tensor, chosen: Int[Tensor, "B G n"], sinks: Tensor | None
@@ -317,27 +316,34 @@ class SelectingCache(Stored, Sparse):
 
     def _read(self, chosen: Int[Tensor, "B G n"]) -> Iterator[Read]:
         """The chosen pages, by the slabs in which they lie."""
-        size, places = self.cache.memory.page_size, self._places_of_pages()
-        slab_of, number = (
-            each[:, None].expand(*chosen.shape[:2], -1).gather(2, chosen.cpu())
-            for each in (places.slab_of, places.number)
-        )
-        head = torch.arange(chosen.shape[1], device="cpu")[:, None]  # one lies after the other
-        for index, slab in enumerate(places.slabs):
+        places, on_host = self._places_of_pages(), chosen.cpu()
+        slabs, number = places.slabs, _of_chosen(places.number, on_host)
+        if len(slabs) == 1:
+            yield self._read_in(slabs[0], chosen, number, None, True)
+            return
+        slab_of = _of_chosen(places.slab_of, on_host)
+        for index, slab in enumerate(slabs):
             is_here = slab_of == index
             for start, stop in true_runs(is_here.flatten(0, 1).any(0)):
                 pages, here, own = (x[:, :, start:stop] for x in (chosen, is_here, number))
-                own = torch.where(here, own, own[here][0]) + head * slab.capacity
-                ends = stop == chosen.shape[2]
-                tail = self.length - (self._all_pages - 1) * size if ends else size
-                length = (pages.shape[2] - 1) * size + tail
-                table = own.flatten(0, 1).contiguous()
-                streams = [
-                    PagedStream(_one_head(each), table, size, 0, length, slab.read_on)
-                    for each in slab.streams
-                ]
+                own = torch.where(here, own, own[here][0])
                 hidden = None if here.all() else here.flatten(0, 1).to(pages.device)
-                yield Read(pages, streams, length, hidden)
+                yield self._read_in(slab, pages, own, hidden, stop == chosen.shape[2])
+
+    def _read_in(
+        self, slab: Slab, pages: Tensor, number: Tensor, here: Tensor | None, ends: bool
+    ) -> Read:
+        """Pages of these numbers in a slab; `ends` says whether the last is the open one."""
+        size, head = self.cache.memory.page_size, torch.arange(pages.shape[1], device="cpu")
+        tail = self.length - (self._all_pages - 1) * size if ends else size
+        length = (pages.shape[2] - 1) * size + tail
+        # the heads of a slab lie one after the other
+        table = (number + head[:, None] * slab.capacity).flatten(0, 1).contiguous()
+        streams = [
+            PagedStream(_one_head(each), table, size, 0, length, slab.read_on)
+            for each in slab.streams
+        ]
+        return Read(pages, streams, length, here)
 
     def _places_of_pages(self) -> Places:
         """Where the pages lie; read again if there are more, or if the pool has moved some."""
@@ -355,6 +361,11 @@ class SelectingCache(Stored, Sparse):
 
     def __repr__(self) -> str:
         return f"SelectingCache({self.cache!r}, pages={self.pages})"
+
+
+def _of_chosen(x: Int[Tensor, "B pages"], chosen: Int[Tensor, "B G n"]) -> Int[Tensor, "B G n"]:
+    """The values of the chosen pages."""
+    return x[:, None].expand(*chosen.shape[:2], -1).gather(2, chosen)
 
 
 def _one_head(stream: Tensor | QuantizedStream) -> Any:

@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 import transformers
 
 from regard import PagePool, hf
-from regard.hf.running import heads, steps
+from regard.hf.running import decoder_layers, heads, steps
 from regard.ops.observed import calls_run
+from regard.sparse import H2O, ExpectedAttention, SnapKV, Streaming
 
 SIZES = {
     "hidden_size": 32,
@@ -57,6 +58,12 @@ def decoded(model, kind, tokens, /, **options):
     return torch.cat(outs, 1)
 
 
+def repeat_none(monkeypatch):
+    """Let no later call repeat a step."""
+    for module in (heads, decoder_layers):
+        monkeypatch.setattr(module, "repeated_step", lambda *call: None)
+
+
 COMPILED = {("norms", "k6v4"), ("learned positions", "int8")}  # kernels that no other test has
 
 
@@ -90,7 +97,7 @@ def test_logits_are_the_models_own(name, kind, monkeypatch):
     if kind in ("growing", "static", "sliding", "paged"):
         assert torch.allclose(got, expected, atol=2e-5)
         return
-    monkeypatch.setattr(heads, "repeated_step", lambda *call: None)
+    repeat_none(monkeypatch)
     assert torch.allclose(got, decoded(model, kind, tokens), atol=2e-5)
 
 
@@ -115,7 +122,7 @@ def test_masks_and_weights_are_no_steps(stepping, given, monkeypatch):
     twin = copy.deepcopy(cache)
     with torch.no_grad():
         got = model(token, past_key_values=cache, **given)
-        monkeypatch.setattr(heads, "repeated_step", lambda *call: None)
+        repeat_none(monkeypatch)
         expected = model(token, past_key_values=twin, **given)
     assert got.logits.equal(expected.logits)
     if got.attentions is not None:
@@ -227,7 +234,7 @@ def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(name, format, le
     for token in torch.randint(0, 50, (50, 3, 1)):
         got = model(token, past_key_values=caches[0]).logits
         with monkeypatch.context() as patch:
-            patch.setattr(heads, "repeated_step", lambda *call: None)
+            repeat_none(patch)
             wanted = model(token, past_key_values=caches[1]).logits
         assert torch.allclose(got, wanted, atol=2e-5)
     assert sum(each is not None for each in taken) >= least
@@ -257,6 +264,92 @@ def test_which_steps_over_pages_repeat(options, steps_taken, monkeypatch):
         model(token, past_key_values=cache)
         counts.append(sum(each is not None for each in taken) / 2)
     assert counts == steps_taken
+
+
+@pytest.mark.parametrize("name", ["llama", "norms", "learned positions"])
+@pytest.mark.parametrize("format", [None, "K8V8"])
+@torch.no_grad()
+def test_steps_over_heads_of_different_tokens_are_those_that_do_not_repeat(
+    name, format, monkeypatch
+):
+    model, tokens = MODELS[name]().eval(), torch.randint(0, 50, (2, 60))
+    hf.install(model)
+    taken, run = [], steps.HeadSteps.run
+    monkeypatch.setattr(
+        steps.HeadSteps, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+
+    def read():
+        cache = hf.cache(model, "condensing", format=format)
+        model(tokens[:, :40], past_key_values=cache)
+        hf.condense(cache, tokens[:, :40], 0.6)
+        outs = [model(each, past_key_values=cache).logits for each in tokens[:, 40:].split(1, 1)]
+        held = [(each.length, each.rows, each.slots) for each in cache.caches]
+        cache.crop(-15)
+        outs.append(model(tokens[:, 45:46], past_key_values=cache).logits)
+        return torch.cat(outs, 1), held
+
+    got, held = read()
+    # the others are the first after a buffer was replaced
+    assert sum(each is not None for each in taken) >= 34
+    assert len({rows for _, each, _ in held for rows in each}) > 1
+    repeat_none(monkeypatch)
+    expected, as_held = read()
+    assert torch.allclose(got, expected, atol=2e-5)
+    for (length, rows, slots), (*others, at) in zip(held, as_held, strict=True):
+        assert [length, rows] == others
+        assert all(map(torch.equal, slots, at))
+
+
+@pytest.mark.parametrize(
+    ("score", "options", "least"),
+    [
+        (SnapKV(window=3, kernel=1), {"budget": 32}, 20),
+        (ExpectedAttention(), {"budget": 0.7, "format": "K8V8"}, 12),
+        (Streaming(), {"budget": 32}, 20),
+        (H2O(), {"budget": 32}, 0),  # sums the attention of all queries
+    ],
+    ids=["queries", "codes", "streaming", "sums"],
+)
+@torch.no_grad()
+def test_steps_over_a_budget_of_tokens_evict_those_of_others(score, options, least, monkeypatch):
+    model, tokens = MODELS["llama"]().eval(), torch.randint(0, 50, (2, 70))
+    hf.install(model)
+    taken, run = [], steps.InstalledStep.run
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+
+    def read():
+        cache = hf.cache(model, "evicting", score=score, sinks=2, recent=4, **options)
+        model(tokens[:, :40], past_key_values=cache)
+        outs = [model(each, past_key_values=cache).logits for each in tokens[:, 40:].split(1, 1)]
+        last = [each.record().streams[-1] for each in cache.caches]  # queries of the score, if any
+        return torch.cat(outs, 1), [each.slots for each in cache.caches], last
+
+    got, slots, last = read()
+    assert sum(each is not None for each in taken) >= least
+    assert bool(taken) == bool(least)
+    repeat_none(monkeypatch)
+    expected, at, as_last = read()
+    assert torch.allclose(got, expected, atol=2e-5)
+    assert all(map(torch.equal, slots, at))
+    for mine, other in zip(last, as_last, strict=True):
+        assert torch.allclose(mine, other, atol=2e-5)
+
+
+@torch.no_grad()
+def test_a_layer_with_sinks_decodes_from_a_condensing_cache():
+    config = transformers.GptOssConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    model, tokens = transformers.GptOssForCausalLM(config).eval(), torch.randint(0, 50, (1, 9))
+    for layer in model.model.layers:
+        layer.self_attn.sinks.fill_(2.0)
+    expected = model(tokens).logits
+    hf.install(model)
+    assert torch.allclose(decoded(model, "condensing", tokens), expected, atol=2e-5)
 
 
 def test_rows_of_different_lengths_are_no_steps(stepping):

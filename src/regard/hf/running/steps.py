@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache import KVCache, PagedCache, QuantizedCache, StaticCache
-from regard.cache.quantized import streams_with_room
+from regard.cache.quantized import Quantizing, streams_with_room
 from regard.hf.families import rotating
 from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
@@ -25,13 +25,17 @@ from regard.ops.choose import objection_of, seconds_of
 from regard.ops.observed import CALLS, report_backend
 from regard.ops.prepared import Prepared
 from regard.rates import SPEED
+from regard.sparse import CondensingCache, EvictingCache
+from regard.sparse.evicting import Evicting
+from regard.sparse.quantized import QuantizedEvicting
 from regard.tracing import in_backward, is_immediate
 
 FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stays the choice: its
 # lead over torch's kernels grows with the number of keys
 _SAVED = 14  # operators that `fused` starts in a call of its own, and a step does not
-# caches whose keys stay where they are
-_IN_PLACE = KVCache, StaticCache, QuantizedCache, PagedCache
+_EVICTING = EvictingCache, QuantizedEvicting  # with a budget for each key head
+# caches whose keys stay where they are, until some are evicted
+_IN_PLACE = KVCache, StaticCache, QuantizedCache, PagedCache, CondensingCache, *_EVICTING
 Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
@@ -49,7 +53,7 @@ class InstalledStep(NamedTuple):
     scale: float  # of the scores
     version: int  # of the rates by which the step was chosen
 
-    def fits(self, cache: KVCache | StaticCache | QuantizedCache | PagedCache, x: Tensor) -> bool:
+    def fits(self, cache: Any, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the step."""
         if cache.buffers is not self.held or cache.length >= self.most:
             return False
@@ -74,6 +78,38 @@ class InstalledStep(NamedTuple):
             cache.count(1)
             report_backend(BACKENDS["fused"].run)
         return out
+
+
+class HeadSteps(NamedTuple):
+    """The steps of key heads that hold different tokens, each over buffers of its own."""
+
+    settings: tuple[Any, ...]  # of the module
+    steps: tuple[InstalledStep, ...]
+
+    def fits(self, cache: CondensingCache, x: Tensor) -> bool:
+        """Whether a call with the input `x` and this cache may repeat the steps."""
+        if cache.is_observed or len(cache.heads) != len(self.steps):
+            return False
+        return all(step.fits(head, x) for step, head in zip(self.steps, cache.heads, strict=True))
+
+    def run(
+        self, family: Family, module: Any, heads: Projected, given: Mapping[str, Any]
+    ) -> Tensor | None:
+        """As `InstalledStep.run`: the outputs of all query heads, those of a key head together."""
+        cache = given[family.cache].layers[module.layer_idx].cache
+        options = {"angles": None, "signed": False, "scale": self.steps[0].scale}
+        if family.rotate is rotating.halves:
+            options["angles"] = given["position_embeddings"]
+        of_heads = [each.tensor_split(len(self.steps), 1) for each in heads]
+        found = []
+        for step, *own in zip(self.steps, cache.heads, *of_heads, strict=True):
+            out = step.run_one(*own, **options)
+            if out is None:  # tokens that other heads have written do not count yet
+                return None
+            found.append(out)
+        cache.count(1)
+        report_backend(BACKENDS["fused"].run)
+        return torch.cat(found, 1)
 
 
 def layer_of_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
@@ -103,18 +139,16 @@ def filled_layer(family: Family, module: Any, x: Tensor, given: Mapping[str, Any
 
 def repeated_step(
     family: Family, module: Any, x: Tensor, given: Mapping[str, Any]
-) -> InstalledStep | None:
+) -> InstalledStep | HeadSteps | None:
     """The step that this call repeats, with one token more in the cache; None if it is another."""
     if torch.compiler.is_compiling():
         return None
     return step_of(layer_of_step(family, module, x, given), family, module, x, given)
 
 
-def step_of(
-    layer: Any, family: Family, module: Any, x: Tensor, given: Mapping[str, Any]
-) -> InstalledStep | None:
+def step_of(layer: Any, family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
     """The step of a layer of the cache, if this call repeats it; else None."""
-    found: InstalledStep | None = None if layer is None else layer.step
+    found: InstalledStep | HeadSteps | None = None if layer is None else layer.step
     if found is None or found.settings != settings_of(family, module):
         return None
     if weights_wanted(given) or not found.fits(layer.cache, x):
@@ -140,20 +174,60 @@ def record_step(
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
     layer = layer_of_step(family, module, x, given)
-    if layer is None:
+    if layer is None or family.sinks(module) is not None:
         return
-    cache, held = layer.cache, layer.cache.buffers
+    settings = settings_of(family, module)
+    if type(layer.cache) is CondensingCache:
+        heads = layer.cache.heads
+        group = prepared.call.num_heads // len(heads)
+        one = prepared.call.but(num_heads=group, num_kv_heads=1)
+        steps = [_step_over(prepared._replace(call=one), each, settings, x) for each in heads]
+        found = tuple(each for each in steps if each is not None)
+        if len(found) == len(heads):
+            layer.step = HeadSteps(settings, found)
+    elif step := _step_over(prepared, layer.cache, settings, x):
+        layer.step = _until_full(step, layer.cache) if type(layer.cache) in _EVICTING else step
+
+
+def _until_full(step: InstalledStep, cache: Evicting) -> InstalledStep | None:
+    """The step of a cache with a budget, up to the token for which others are evicted; None of a
+    score that sums the attention of all queries, which a step does not return."""
+    if cache.score.sums:
+        return None
+
+    def run_one(
+        cache: Evicting, q: Tensor, k: Tensor, v: Tensor, *, angles: Any, **options: Any
+    ) -> Tensor | None:
+        out = step.run_one(cache, q, k, v, angles=angles, **options)
+        if out is not None and cache.score.queries:
+            cache.remember(q if angles is None else rotating.halves(None, q, angles))
+        return out
+
+    most = min(step.most, cache.length + cache.most - cache.rows)
+    return step._replace(most=most, run_one=run_one)
+
+
+def _step_over(
+    prepared: Prepared, cache: Any, settings: tuple[Any, ...], x: Tensor
+) -> InstalledStep | None:
+    """The step of a call over a cache; None if the next call cannot repeat it."""
     if not is_repeatable(prepared, cache):
-        return
+        return None
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
-        return
-    paged = type(cache) is PagedCache
+        return None
+    paged, held = type(cache) is PagedCache, cache.buffers
     run_one = (_in_pages if paged else in_buffers)(prepared, cache)
     if run_one is None:
-        return
-    call, most = prepared.call, most_keys(prepared, sys.maxsize if paged else held[0].shape[2])
-    same = settings_of(family, module), x.shape, call.dtype, held, most
-    layer.step = InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)
+        return None
+    room = sys.maxsize if paged else cache.length + held[0].shape[2] - _rows(cache)
+    call, most = prepared.call, most_keys(prepared, room)
+    same = settings, x.shape, call.dtype, held, most
+    return InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)
+
+
+def _rows(cache: Any) -> int:
+    """The number of tokens in the buffers of a cache."""
+    return cache.rows if isinstance(cache, Evicting) else cache.length
 
 
 def in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] | None:
@@ -161,12 +235,12 @@ def in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] |
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
 
-    streams = streams_with_room(cache) if isinstance(cache, QuantizedCache) else cache.buffers
+    streams = streams_with_room(cache) if isinstance(cache, Quantizing) else cache.buffers
     codes = codes_of(streams)
     if codes is None:
         return None
     plan: Any = Plan.of(*sizes_of(prepared.call), *codes)
-    return lambda cache, q, k, v, **options: plan.run(q, k, v, *streams, cache.length, **options)
+    return lambda cache, q, k, v, **options: plan.run(q, k, v, *streams, _rows(cache), **options)
 
 
 def _in_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | None] | None:

@@ -21,8 +21,9 @@ def spaced(method):
 
 
 def shown(name):
-    """The cells of the first row of this name: the page has a table of another model, too."""
-    row, *_ = [line for line in read(PAGE).splitlines() if line.startswith(f"| {name} |")]
+    """The cells of the first row of this name below the tables of other texts."""
+    own = read(PAGE).partition("## Every method and size")[2].splitlines()
+    row, *_ = [line for line in own if line.startswith(f"| {name} |")]
     return [cell.strip() for cell in row.strip("|").split("|")][1:]
 
 
@@ -36,6 +37,20 @@ def test_a_row_is_what_was_measured(result):
     ratios = [result["ratio"], *(result["perplexity"][name] / OWN[name] for name in OWN)]
     wanted = [f"{100 * result['cache']:.0f} %", *map(figure, ratios)]
     assert shown(alone[1] if alone else spaced(result["method"])) == wanted
+
+
+def test_the_first_table_is_that_of_other_texts():
+    found = {each["method"]: f"{each['elsewhere']['value']:.3f}" for each in ELSEWHERE}
+    table = read(PAGE).partition("## On other texts")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if " % | " in line]
+    assert len(rows) == 6
+    for to, share, untrained, *healed in rows:
+        form = to.replace("a joint ", "").replace(", which can be absorbed", "")
+        form = form.replace(", ranks by layer", " by layer" if share == "50 %" else "")
+        name = form if form == "MQA, aligned" else f"{form}, {share}"
+        assert untrained == found[f"{name}, many kinds, refined"], name
+        if healed and healed[0].strip("| "):
+            assert healed[0] == found[f"{name}, many kinds, refined, healed"]
 
 
 def test_healing_begins_where_the_table_ends():

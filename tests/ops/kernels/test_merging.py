@@ -8,7 +8,6 @@ pytest.importorskip("numba")
 from covering import few
 from regard.cache.codes import QuantizedStream
 from regard.cache.quantizing import quantized
-from regard.ops.kernels import merging
 from regard.ops.kernels.merging import Source, decode_all
 from regard.ops.kernels.tiles import KeyPages
 
@@ -51,36 +50,6 @@ def test_numbers_pages_and_rotated_codes(dtype):
     if dtype is torch.bfloat16:  # codes stand for numbers that are not rounded to bfloat16
         keys[:, :, 40:170] = coded[0]._replace(dtype=torch.float32).to_tensor().double()
     check(decode_all(q, sources, scale=SCALE, width=V_WIDTH), q, keys, values)
-
-
-@pytest.mark.parametrize(
-    ("skipped", "full", "size", "count"),
-    [(0, 32, 16, 2), (0, 30, 16, 3), (3, 29, 16, 3), (0, 32, 32, 3)],
-    ids=["one memory", "not full", "skipped", "another size"],
-)
-def test_the_first_and_the_last_page_are_read_together(skipped, full, size, count, monkeypatch):
-    q = torch.randn(2, HEADS, ROWS, WIDTH)
-    memory = [torch.randn(1, HEADS, 192, w) for w in (WIDTH, V_WIDTH)]
-    middle = torch.randn(2, HEADS, 9, WIDTH), torch.randn(2, HEADS, 9, V_WIDTH)
-    first, last = torch.tensor([[7, 2, 4], [0, 3, 6]]), torch.tensor([[5, 1], [1, 4]])
-    sources = [
-        Source(*memory, KeyPages(first, 16, skipped, full)),
-        Source(*middle),
-        Source(*memory, KeyPages(last, size, 0, 21)),
-    ]
-    rows = []
-    for row in range(2):
-        of_first = (first[row, :, None] * 16 + torch.arange(16)).flatten()[skipped : skipped + full]
-        of_last = (last[row, :, None] * size + torch.arange(size)).flatten()[:21]
-        whole = zip(memory, middle, strict=True)
-        rows.append([torch.cat([x[0, :, of_first], y[row], x[0, :, of_last]], 1) for x, y in whole])
-    keys, values = (torch.stack(each) for each in zip(*rows, strict=True))
-    launched, decode = [], merging.decode
-    monkeypatch.setattr(
-        merging, "decode", lambda *given, **more: launched.append(0) or decode(*given, **more)
-    )
-    check(decode_all(q, sources, scale=SCALE, width=V_WIDTH), q, keys, values)
-    assert len(launched) == count
 
 
 def test_values_within_the_keys():

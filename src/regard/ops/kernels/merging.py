@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -28,7 +27,6 @@ def decode_all(
 ) -> Float[Tensor, "B G M Dv"]:
     """Attention over the keys of all sources, in float32; `width` is that of a value. Queries of
     codes that stand for rotated channels are rotated alike, and their outputs back."""
-    sources = _joined(sources)
     if len(sources) == 1:
         return _decode(q, sources[0], scale, width)
     outs, lses = empty_results((len(sources), *q.shape[:3], width))
@@ -36,19 +34,6 @@ def decode_all(
         _decode(q, source, scale, width, results)
     shares = lses.clamp_min_(LOWEST).softmax(0)  # of a source of infinite keys, all may be -inf
     return (outs * shares.unsqueeze(-1)).sum(0)
-
-
-def _joined(sources: Sequence[Source]) -> Sequence[Source]:
-    """The sources, of which the first and the last are one where their pages lie in the same
-    memory: a row's first page, and the page that is being filled, if those between are codes."""
-    (k, v, first), (last_k, last_v, last) = sources[0], sources[-1]
-    if len(sources) == 1 or first is None or last is None or k is not last_k or v is not last_v:
-        return sources
-    table, size, skipped, keys = first
-    if skipped or last.skipped or size != last.size or keys % size:
-        return sources
-    both = torch.cat([table[:, : keys // size], last.table[:, : -(-last.keys // size)]], 1)
-    return [*sources[1:-1], Source(k, v, KeyPages(both, size, 0, keys + last.keys))]
 
 
 def _decode(

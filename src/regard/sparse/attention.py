@@ -36,25 +36,22 @@ def attended_rows(
     slots: Int[Tensor, "B G n"],
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of `q` to all rows of a cache, `[B, H, L, Dv]`.
-
-    Args:
-        prepared: the call over all slots of the sequence.
-        q: queries of the last tokens, `[B, H, L, D]`.
-        part: keys and values, the last rows those of the queries' own tokens.
-        slots: of the rows, for each key head that is stored.
-        sinks: a score for each head.
-    """
+    """Attention of the queries of the last tokens, `[B, H, L, D]`, to all rows of a cache:
+    `[B, H, L, Dv]`. `prepared` is the call over all slots of the sequence; the last rows of `part`
+    are those of the queries' own tokens; `slots` has the slot of each row, for each key head that
+    is stored; `sinks` has a score for each head."""
     call, new = prepared.call, q.shape[2]
     start, stop, _ = part
     if start == 0:  # every token is held
-        return _run(prepared, q, part, call.given_mask, call.given_span, sinks)
+        mask, span = call.given_mask, call.given_span
+        return prepare_rows(prepared, q, part, mask, span, sinks=sinks).run(q, (part,))
     rule = call.given_mask.within(call.given_span)
     group = call.num_heads // slots.shape[1]
     first = stop - new
     if new == 1:
         mask = _mask_of_rows(rule, slots, group, start, Span(first, stop, 0, stop))
-        return _run(prepared, q, part, mask, Span(first, stop, start, stop), sinks)
+        span = Span(first, stop, start, stop)
+        return prepare_rows(prepared, q, part, mask, span, sinks=sinks).run(q, (part,))
     mask = _mask_of_rows(rule, slots[..., :-new], group, start, Span(first, stop, 0, first))
     found = [
         _partial(prepared, q, part.narrow(start, first), mask, Span(first, stop, start, first)),
@@ -70,12 +67,6 @@ def _mask_of_rows(rule: Mask, slots: Tensor, group: int, start: int, span: Span)
     if rule.within(span) is EVERYTHING:
         return EVERYTHING
     return AtSlots(rule, slots, group, start)
-
-
-def _run(
-    prepared: Prepared, q: Tensor, part: Part, mask: Mask, span: Span, sinks: Tensor | None
-) -> Tensor:
-    return prepare_rows(prepared, q, part, mask, span, sinks=sinks).run(q, (part,))
 
 
 def _partial(prepared: Prepared, q: Tensor, part: Part, mask: Mask, span: Span) -> Partial:

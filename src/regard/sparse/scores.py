@@ -232,7 +232,10 @@ class ExpectedAttention:
 
     def __call__(self, rows: Rows) -> Tensor:
         if self.moments is None:
-            mean, covariance = _moments_of(rows.queries.float())
+            queries = rows.queries.float()
+            mean = queries.mean(2)
+            centred = queries - mean[:, :, None]
+            covariance = centred.mT @ centred / queries.shape[2]
         else:
             self._check_moments(self.moments, rows)
             mean, covariance = self.moments.ahead(rows.length, self.horizon)
@@ -293,10 +296,3 @@ def attention_weights(
         scores = scores.masked_fill(~visible[:, head, None], -math.inf)
         found.append(scores.softmax(-1).nan_to_num(0.0).mean(1))
     return torch.stack(found, 1)
-
-
-def _moments_of(queries: Float[Tensor, "B H w D"]) -> tuple[Tensor, Tensor]:
-    """The mean and the covariance of some queries."""
-    mean = queries.mean(2)
-    centred = queries - mean[:, :, None]
-    return mean, centred.mT @ centred / queries.shape[2]

@@ -75,7 +75,7 @@ class _Form(ast.NodeTransformer):
 
     def visit_arguments(self, node: ast.arguments) -> ast.AST:
         """Whether an argument may be left out changes nothing that is computed from it."""
-        node.defaults = [each for each in node.defaults if not _is_none(each)]
+        node.defaults = [each for each in node.defaults if ast.unparse(each) != "None"]
         return self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
@@ -109,7 +109,3 @@ class _Form(ast.NodeTransformer):
                 self.called.append(found)
             return f"function_{self.called.index(found)}"
         return name
-
-
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None

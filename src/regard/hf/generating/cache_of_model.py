@@ -96,8 +96,16 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
         whole = partial(paged, model, kinds)
         return paired(model, whole(**_checked(kind, whole, options)))
     maker: Any = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
-    each = _for_each_layer(_checked(kind, maker, options), len(kinds))
-    makers = [maker(**its) for its in each]
+    checked = _checked(kind, maker, options)
+    for name, value in checked.items():
+        if isinstance(value, list) and len(value) != len(kinds):
+            raise ValueError(
+                f"{name} has {len(value)} values for {len(kinds)} layers; give one for each, or one"
+            )
+    makers = [  # an option that is a list has a value for each layer
+        maker(**{name: x[index] if isinstance(x, list) else x for name, x in checked.items()})
+        for index in range(len(kinds))
+    ]
     if kind == "sliding" and not any(each.window for each in kinds):
         raise ValueError(
             f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
@@ -128,19 +136,6 @@ def paired(model: Any, held: Any) -> Any:
     if not model.config.is_encoder_decoder:
         return held
     return EncoderDecoderCache(held, DynamicCache())
-
-
-def _for_each_layer(options: dict[str, Any], layers: int) -> list[dict[str, Any]]:
-    """The options of each layer: an option that is a list has a value for each."""
-    for name, value in options.items():
-        if isinstance(value, list) and len(value) != layers:
-            raise ValueError(
-                f"{name} has {len(value)} values for {layers} layers; give one for each, or one"
-            )
-    return [
-        {name: x[index] if isinstance(x, list) else x for name, x in options.items()}
-        for index in range(layers)
-    ]
 
 
 def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,12 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
                 is filling this cache, or the tokens are not those after the ones held: nothing
                 changes then.
         """
-        self._check_thread()
+        if self._is_filled_elsewhere():
+            raise ValueError(
+                "a call of the model in another thread is filling this cache; give each thread a "
+                "cache of its own, over one PagePool if they are paged. If that call was "
+                "interrupted, reset() this one"
+            )
         if self._settle():
             raise ValueError(
                 "the last call of the model was interrupted when some layers had appended its "
@@ -160,15 +165,6 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         if self._before is None or self._thread == threading.get_ident():
             return False
         return any(each.ident == self._thread for each in threading.enumerate())
-
-    def _check_thread(self) -> None:
-        """Raise if a call of another thread is filling this cache."""
-        if self._is_filled_elsewhere():
-            raise ValueError(
-                "a call of the model in another thread is filling this cache; give each thread a "
-                "cache of its own, over one PagePool if they are paged. If that call was "
-                "interrupted, reset() this one"
-            )
 
     def done(self) -> None:
         """Keep the tokens of the call of the model that has returned."""

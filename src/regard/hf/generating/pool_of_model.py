@@ -48,16 +48,24 @@ def paged(
     name: str = "",
 ) -> PagedGenerationCache:
     """A cache in pages for a model; the arguments are those of `regard.hf.cache`."""
-    module = called_module(model)
+    module: Any = called_module(model)
     if prefixes and any(each.states for each in kinds):
         raise ValueError(
             f"{type(model).__name__} has layers with recurrent or convolutional states, which "
             "pages do not store, so no prefix can be shared; give prefixes=False"
         )
-    if pool is None:
-        pool = _pool_for(module, sum(each.has_keys for each in kinds), format, tokens, page_size)
-    else:
+    if pool is not None:
         check_pool(pool, format, tokens, page_size)
+    else:
+        size = PAGE_SIZE if page_size is None else page_size
+        if tokens is None:
+            config = module.config.get_text_config(decoder=True)
+            tokens = ROWS * (getattr(config, "max_position_embeddings", None) or LENGTH)
+        check_whole("tokens", tokens, least=1)
+        check_whole("page_size", size, least=1)
+        # each layer stores all tokens
+        pages = sum(each.has_keys for each in kinds) * -(-tokens // size)
+        pool = PagePool(pages, size, format="plain" if format is None else format)
     described = None
     if prefixes and not model.config.is_encoder_decoder:
         module_of = ref(module)
@@ -67,23 +75,6 @@ def paged(
 
     layers = layers_of(kinds, [lambda window: PagedCache(pool, window=window)] * len(kinds))
     return PagedGenerationCache(layers, module, pool, described)
-
-
-def _pool_for(
-    model: Any,
-    layers: int,
-    format: str | PageFormat | None,
-    tokens: int | None,
-    page_size: int | None,
-) -> PagePool:
-    """A pool with room for so many tokens in each layer."""
-    size = PAGE_SIZE if page_size is None else page_size
-    if tokens is None:
-        config = model.config.get_text_config(decoder=True)
-        tokens = ROWS * (getattr(config, "max_position_embeddings", None) or LENGTH)
-    check_whole("tokens", tokens, least=1)
-    check_whole("page_size", size, least=1)
-    return PagePool(layers * -(-tokens // size), size, format="plain" if format is None else format)
 
 
 def check_pool(pool: Any, format: Any, tokens: Any = None, page_size: Any = None) -> None:
@@ -157,7 +148,11 @@ def prefixes_in(folder: str | Path, model: Any, *, format: str = "plain") -> Ite
             "the decoder's tokens, and no prefix is stored; leave the folder for prefixes out"
         )
     folder = Path(folder)
-    _make(folder)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file or a broken link; give a folder for prefixes")
+    with errors_that_name(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_can_write(folder / FILE)  # an error now, before anything is computed
     path, empty = folder / FILE, paged(model, layer_kinds(model), format=format)
     pool = empty.pool
     if path.exists():
@@ -169,12 +164,3 @@ def prefixes_in(folder: str | Path, model: Any, *, format: str = "plain") -> Ite
     yield pool
     pool.evict(keep=len(empty.layers) * (TOKENS // pool.page_size))
     pool.save(path)
-
-
-def _make(folder: Path) -> None:
-    """Make the folder, and raise an `OSError` now if no file can be written in it."""
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file or a broken link; give a folder for prefixes")
-    with errors_that_name(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    check_can_write(folder / FILE)

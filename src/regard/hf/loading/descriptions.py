@@ -27,17 +27,6 @@ SCALINGS: dict[str, Any] = {
 MLA_BIASES = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
-def _check_norms(layer: LatentLayer) -> None:
-    """Raise a ValueError for norms of queries or keys that a file cannot describe."""
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(layer, name, None)
-        if norm is not None and (type(norm) is not nn.RMSNorm or norm.weight is None):
-            raise ValueError(
-                f"{name} is {norm!r}, and only an nn.RMSNorm with a weight can be saved: exchange "
-                f"layer.{name}, or build the layer with qk_norm='head' or 'width'"
-            )
-
-
 def described(layer: LatentLayer) -> dict[str, Any]:
     """A latent layer as data that JSON holds; `layer_from` reads it.
 
@@ -48,7 +37,13 @@ def described(layer: LatentLayer) -> dict[str, Any]:
         >>> described(layer)["rope"]
         {'dim': 8, 'theta': 10000.0, 'pairing': 'halves', 'scaling': None}
     """
-    _check_norms(layer)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(layer, name, None)
+        if norm is not None and (type(norm) is not nn.RMSNorm or norm.weight is None):
+            raise ValueError(
+                f"{name} is {norm!r}, and only an nn.RMSNorm with a weight can be saved: exchange "
+                f"layer.{name}, or build the layer with qk_norm='head' or 'width'"
+            )
     arguments = arguments_of(layer) | {"window": window_of(layer)}
     _, rows = KINDS[layer.kind]
     return {"kind": layer.kind} | {name: rows[name].write(arguments[name]) for name in rows}

@@ -214,15 +214,12 @@ def attended(
     weights = weights_of(call, q, parts) if wanted else None
     if of_queries is None:
         return call.run(q, parts), weights, call
-    out, share = _with_sinks(call.partial(q, parts), of_queries)
-    return out.to(q.dtype), None if weights is None else weights * share, call
-
-
-def _with_sinks(keys: Partial, sinks: Float[Tensor, "B H L 1"]) -> tuple[Tensor, Tensor]:
-    """Attention to keys and to a sink of each query, whose value is 0: the output, and the share
-    `[B, H, L, 1]` of the softmax that the keys keep."""
-    sink = keys._replace(out=torch.zeros_like(keys.out), lse=sinks.squeeze(-1).to(keys.lse.dtype))
-    return merge(keys, sink).out, torch.sigmoid(keys.lse - sink.lse).unsqueeze(-1)
+    own = call.partial(q, parts)
+    # the sink of a query is one more key, whose value is 0
+    sink = Partial(torch.zeros_like(own.out), of_queries.squeeze(-1).to(own.lse.dtype))
+    share = torch.sigmoid(own.lse - sink.lse).unsqueeze(-1)  # of the softmax, that the keys keep
+    out = merge(own, sink).out.to(q.dtype)
+    return out, None if weights is None else weights * share, call
 
 
 def weights_wanted(given: Mapping[str, Any]) -> bool:

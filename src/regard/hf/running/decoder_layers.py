@@ -195,7 +195,9 @@ def _projections(attention: Any) -> tuple[nn.Linear, ...]:
     """The linear layers of queries, keys, values and outputs, if they are plain and all that the
     attention computes before and after its heads, but for norms of them; else none."""
     own = attention._modules
-    if not all(map(_collects, attention._forward_hooks.values())) or attention._forward_pre_hooks:
+    # transformers' own hook collects weights where a caller wants them
+    homes = {hook.__module__ for hook in attention._forward_hooks.values()}
+    if homes - {"transformers.utils.output_capturing"} or attention._forward_pre_hooks:
         return ()
     if _is_joint(attention) and "forward" not in vars(attention):
         children = tuple(own[name] for name in ("q_proj", "kv_a_proj", "o_proj"))
@@ -233,11 +235,6 @@ def _is_plain(layer: Any) -> bool:
     if type(layer) is not nn.Linear or _has_hooks(layer):
         return False
     return "forward" not in vars(layer) or function_of(layer, "forward") is product
-
-
-def _collects(hook: Any) -> bool:
-    """Whether a hook is transformers' own, which collects weights where a caller wants them."""
-    return bool(hook.__module__ == "transformers.utils.output_capturing")
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -168,7 +168,12 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
     found = find(model)
     for module in (*found.known.values(), *found.unknown.values()):
-        _check_readable(module)
+        if not is_readable(module):
+            implementation = getattr(module.config, "_attn_implementation", None)
+            raise ValueError(
+                f"attn_implementation={implementation!r} has masks that regard does not "
+                'read; call model.set_attn_implementation("sdpa") first'
+            )
     agreeing = [name for name, each in found.known.items() if _agrees(each)]
     own = {n: m for n in agreeing if family_of(m := found.known[n]) and not is_patched(m)}
     others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
@@ -253,15 +258,6 @@ def is_readable(module: Any) -> bool:
     """Whether the model passes its masks to this attention as tensors, or as None."""
     config = getattr(module, "config", None)
     return config is None or getattr(config, "_attn_implementation", None) in READABLE
-
-
-def _check_readable(module: Any) -> None:
-    if not is_readable(module):
-        implementation = getattr(module.config, "_attn_implementation", None)
-        raise ValueError(
-            f"attn_implementation={implementation!r} has masks that regard does not "
-            'read; call model.set_attn_implementation("sdpa") first'
-        )
 
 
 def _describe(name: str, module: Any, precision: str) -> InstalledLayer:

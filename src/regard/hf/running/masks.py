@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.hf.families.rotating import memoised
@@ -146,18 +146,14 @@ def _simplest(
 def _rule(mask: Dense, queries: int, keys: int, window: int | None) -> tuple[Mask, Span]:
     """A rule that is visible where `mask` is, and the slots it speaks of."""
     rule = Causal() if window is None else Causal() & SlidingWindow(window)
-    past = _cached(mask.keep)
+    shown = mask.keep[0, 0, 0].nonzero() if 0 not in mask.keep.shape[:3] else mask.keep[:0]
+    # keys before the first query's own, if that is its last visible one
+    past = int(shown[-1]) if len(shown) else None
     if mask.keep.shape[-2:] == (queries, keys) and past is not None and past + queries <= keys:
         span = Span(past, past + queries, 0, keys)
         if bool((mask.keep == rule.dense(span)).all()):
             return rule, span
     return mask, Span(keys - queries, keys, 0, keys)
-
-
-def _cached(keep: Bool[Tensor, "B H L S"]) -> int | None:
-    """The number of keys before the first query's own, if that is its last visible one."""
-    visible = keep[0, 0, 0].nonzero() if 0 not in keep.shape[:3] else keep[:0]
-    return int(visible[-1]) if len(visible) else None
 
 
 def may_read(given: Tensor) -> bool:

@@ -27,9 +27,16 @@ Forward = Callable[..., Any]
 def disagreement(family: Family, module: nn.Module, ours: Forward) -> str | None:
     """In words: how regard's forward differs from the module's own; None if it does not, or its
     weights are not here to be tried."""
-    if not _is_here(module):
+    weights = module.parameters()
+    if not all(x.is_floating_point() and not x.is_meta and is_concrete(x) for x in weights):
         return None
-    kind = type(module), tuple(sorted(_settings(module).items()))
+    # what tells the modules of one class apart, but for their place in the model
+    settings = {
+        name: repr(value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and name not in ("layer_idx", "training")
+    }
+    kind = type(module), tuple(sorted(settings.items()))
     if kind in _AGREED:
         return None
     why = _difference(family, module, ours)
@@ -38,22 +45,6 @@ def disagreement(family: Family, module: nn.Module, ours: Forward) -> str | None
     else:
         exclude(type(module), why)
     return why
-
-
-def _is_here(module: nn.Module) -> bool:
-    return all(
-        each.is_floating_point() and not each.is_meta and is_concrete(each)
-        for each in module.parameters()
-    )
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """What tells the modules of one class apart, but for their place in the model."""
-    return {
-        name: repr(value)
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and name not in ("layer_idx", "training")
-    }
 
 
 def _difference(family: Family, module: Any, ours: Forward) -> str | None:
@@ -108,7 +99,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
     padded = one.new_zeros(hidden.shape)
     padded.masked_fill_(hidden.to(one.device), torch.finfo(one.dtype).min)
-    angles = partial(_angles, family, module, TOKENS, like=one)
+    angles = partial(_angles, family, module, like=one)
     places = torch.arange(TOKENS, device=one.device).unsqueeze(0)
 
     def alibi(keys: int) -> Tensor | None:
@@ -117,7 +108,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         return one.new_zeros(ROWS * family.sizes(module)[0], 1, keys) if has else None
 
     def of_tokens(forward: Forward, start: int, stop: int, mask: Any, **more: Any) -> Tensor:
-        given = {family.mask: mask, "position_embeddings": _cut(angles(), start, stop)}
+        given = {family.mask: mask, "position_embeddings": angles(start, stop)}
         given |= {"alibi": alibi(stop), "position_ids": places[:, start:stop]}
         given = _accepted(module, given | {"shared_kv_states": {}} | more)
         return forward(module, x[:, start:stop].contiguous(), **given)[0]
@@ -151,21 +142,15 @@ def _accepted(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     return must | {each.name: given[each.name] for each in takes if each.name in given}
 
 
-def _angles(family: Family, module: Any, tokens: int, *, like: Tensor) -> Any:
-    """Random angles in the form that a family's rotation reads."""
+def _angles(family: Family, module: Any, start: int, stop: int, *, like: Tensor) -> Any:
+    """Random angles of some tokens in the form that a family's rotation reads."""
     rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     width = module.qk_rope_head_dim if family.latent else family.sizes(module)[2] * part
-    angles = torch.linspace(0, 3, ROWS * tokens * (int(width) // 2), device=like.device)
-    angles = angles.view(ROWS, tokens, -1).sin() * 3
+    angles = torch.linspace(0, 3, ROWS * TOKENS * (int(width) // 2), device=like.device)
+    angles = angles.view(ROWS, TOKENS, -1)[:, start:stop].sin() * 3
     if family.rotate is rotating.complex_pairs:
         return torch.polar(torch.ones_like(angles), angles)
     if family.rotate is not rotating.half_angles:
         angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(like), angles.sin().to(like)
-
-
-def _cut(angles: Any, start: int, stop: int) -> Any:
-    if isinstance(angles, tuple):
-        return tuple(each[:, start:stop] for each in angles)
-    return angles[:, start:stop]

@@ -28,7 +28,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     ),  # with chains of linear layers, 557 lines, which are not attention; steps over pages
     # decoder layers as compiled code, 268 lines; arguments checked first; `condense`, 105; steps
     # over heads of different tokens and up to an eviction, 74, which halve what such a step loses
-    "hf": (4800, 8132),
+    "hf": (4800, 8071),
     # with the refining of layers, 78 lines, and `reactions`, 75; text is checked before any work,
     # files that never end are refused
     "convert": (4600, 5225),
@@ -43,7 +43,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     VERIFY: (10_000, 10073),
     # heads of different lengths, 431 lines, lose half as much as heads of one length; scores refuse
     # wrong numbers; pages wherever the pool moved them, and at once where it moved none
-    "sparse": (1896, 2016),
+    "sparse": (1896, 2003),
 }
 
 

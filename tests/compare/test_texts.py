@@ -2,7 +2,7 @@
 
 import pytest
 
-from regard.compare import texts_for
+from regard.compare import documents_of, texts_for
 from regard.convert.texts import many_kinds
 from tiny import VOCABULARY
 
@@ -31,3 +31,31 @@ def test_calibration_text_is_not_measured_on():
     assert short.calibration.equal(default.calibration)
     with pytest.raises(ValueError, match="at most 20"):
         texts_for(Words(), context=21, text="ab" * 10)
+
+
+class WithBeginning(Words):
+    """A tokenizer that puts a token before every text, as those of Gemma and Llama 3 do."""
+
+    bos_token_id = 2
+
+    def __call__(self, text, **options):
+        ids = super().__call__(text)["input_ids"]
+        return {"input_ids": ids if options.get("add_special_tokens") is False else [2, *ids]}
+
+
+def test_windows_and_documents_begin_as_the_tokenizer_begins_a_text():
+    text = "to measure on, then to calibrate. " * 300
+    found, plain = (texts_for(each(), context=10, windows=2, text=text)
+                    for each in (WithBeginning, Words))  # fmt: skip
+    assert found.windows.shape == (2, 10)
+    assert found.calibration.shape == plain.calibration.shape
+    for windows in (found.windows, found.calibration):
+        assert windows[:, 0].eq(2).all()
+        assert not windows[:, 1:].eq(2).any()
+    assert found.windows[:, 1:].flatten().tolist() == plain.windows.flatten().tolist()[:18]
+    with pytest.raises(ValueError, match="need 20; give more, or a context of at most 11"):
+        texts_for(WithBeginning(), context=21, text="ab" * 5)
+    document, other = documents_of(WithBeginning(), text, context=500, documents=2)
+    assert len(document.tokens) == len(other.tokens) == 500
+    assert int(document.tokens[0]) == int(other.tokens[0]) == 2
+    assert not any(2 in question for question in document.questions)

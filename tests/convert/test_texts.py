@@ -67,3 +67,40 @@ def test_windows_of_texts():
     assert len(windows_of(Letters(), iter(["abcd"] * 9), length=4, most=3)) == 3
     with pytest.raises(ValueError, match="3 tokens, one window needs 4"):
         windows_of(Letters(), ["a"], length=4)
+
+
+class WithBeginning(Letters):
+    """A tokenizer that puts a token before every text, as those of Gemma and Llama 3 do."""
+
+    bos_token_id = 1
+
+    def __call__(self, text, **options):
+        ids = super().__call__(text, add_special_tokens=False)["input_ids"]
+        return {"input_ids": ids if options.get("add_special_tokens") is False else [1, *ids]}
+
+
+def test_each_window_begins_as_the_tokenizer_begins_a_text():
+    found = windows_of(WithBeginning(), ["abcdefgh"], length=5)
+    assert found[:, 0].tolist() == [1, 1]
+    assert found[:, 1:].equal(windows_of(Letters(), ["abcdefgh"], length=4)[:2])
+    assert (
+        windows_of(WithBeginning(), ["abcdefgh"], length=5, most=1).tolist() == found[:1].tolist()
+    )
+    with pytest.raises(ValueError, match="the text has 3 tokens, one window needs 4"):
+        windows_of(WithBeginning(), ["a"], length=5)
+    with pytest.raises(ValueError, match="length is above 1, the beginning of a window, got 1"):
+        windows_of(WithBeginning(), ["abc"], length=1)
+
+
+class Silent:
+    """A tokenizer whose beginning is for chats alone, as SmolLM2's."""
+
+    bos_token_id = 1
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
+
+
+def test_a_token_that_is_not_put_before_a_text_begins_no_window():
+    expected = windows_of(Letters(), ["abc"], length=5)
+    assert windows_of(Silent(), ["abc"], length=5).equal(expected)

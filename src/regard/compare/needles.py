@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.compare.runner import Runner
+from regard.convert.texts import beginning_of
 from regard.hf.generating.predicting import logits_of
 
 NAMES = (
@@ -85,6 +86,7 @@ def documents_of(
 
     chance = random.Random(0)
     options = [encode(f" {word}")[0] for word in WORDS]
+    first = beginning_of(tokenizer)
     made, rest = [], encode(text[: 16 * documents * context])
     for _ in range(documents):
         names, words = chance.sample(NAMES, facts), chance.sample(range(len(WORDS)), facts)
@@ -92,7 +94,7 @@ def documents_of(
             encode(FACT.format(name=name, word=WORDS[word]))
             for name, word in zip(names, words, strict=True)
         ]
-        room = context - sum(map(len, needles))
+        room = context - len(first) - sum(map(len, needles))
         if room < facts + 1:
             raise ValueError(
                 f"{facts} facts take {context - room} tokens, and a document has text between "
@@ -103,7 +105,7 @@ def documents_of(
                 f"documents of {context} tokens with {facts} facts need {room} tokens of text "
                 f"between them, got {len(rest)}; give a longer text, or a shorter context"
             )
-        tokens, rest = _with_needles(rest[:room], needles), rest[room:]
+        tokens, rest = [*first, *_with_needles(rest[:room], needles)], rest[room:]
         questions = tuple(torch.tensor(encode(QUESTION.format(name=name))) for name in names)
         made.append(Document(torch.tensor(tokens), questions, tuple(words), torch.tensor(options)))
     return tuple(made)

@@ -3,11 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.convert.texts import calibration, many_kinds, python_texts, python_topics
+from regard.convert.texts import (
+    beginning_of,
+    calibration,
+    many_kinds,
+    python_texts,
+    python_topics,
+    windows_after,
+)
 
 NUM_WINDOWS = 1  # to measure on, if no other number is given
 CALIBRATION_WINDOWS = 6  # for each window to measure on, a third of them of many kinds of text
@@ -71,7 +77,9 @@ def texts_for(
         (torch.Size([1, 8]), torch.Size([6, 512]))
     """
     count = CALIBRATION_WINDOWS * min(windows, 3)
-    measured, following = windows * context, count * CALIBRATION_LENGTH
+    first = beginning_of(tokenizer)  # of each window
+    own, of_calibration = context - len(first), CALIBRATION_LENGTH - len(first)
+    measured, following = windows * own, count * of_calibration
     if text is None:
         text, name, following = python_topics()[1], "pydoc_data.topics", 0
     beginning = text[: CHARACTERS * (measured + following)]
@@ -79,12 +87,13 @@ def texts_for(
     if len(tokens) < measured:
         raise ValueError(
             f"{name or 'text'} has {len(tokens):,} tokens; {windows} windows of {context:,} "
-            f"need {measured:,}; give more, or a context of at most {len(tokens) // windows:,}"
+            f"need {measured:,}; give more, or a context of at most "
+            f"{len(tokens) // windows + len(first):,}"
         )
-    measuring = torch.tensor(tokens[:measured]).unflatten(0, (windows, context))
-    rest = torch.tensor(tokens[measured : measured + following])
+    measuring = windows_after(first, tokens[:measured], context)
+    rest = tokens[measured : measured + following]
     if 0 < following == len(rest):
-        calibrating = rest.unflatten(0, (count, CALIBRATION_LENGTH))
+        calibrating = windows_after(first, rest, CALIBRATION_LENGTH)
     else:
         given = (*python_texts()[:2], many_kinds())
         calibrating = calibration(tokenizer, given, windows=count, length=CALIBRATION_LENGTH)

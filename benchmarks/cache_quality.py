@@ -45,6 +45,7 @@ from regard import Cache, KVCache, PagedCache, PagePool
 from regard.compare import Runner, texts_for
 from regard.compare.candidates import DEEPSEEK
 from regard.convert import convert, windows_of
+from regard.convert.texts import beginning_of
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.generating.predicting import logits_of, pieces
 from regard.hf.loading.checkpoints import stored_dtype
@@ -140,8 +141,8 @@ def listed(tokenizer: Any, rows: int) -> Task:
 def _twice(tokenizer: Any, chance: random.Random) -> tuple[list[int], list[bool]]:
     words = chance.sample(WORDS.split(), PAIRS)
     lines = [(word, f"{chance.randrange(10**DIGITS):0{DIGITS}}") for word in words]
-    tokens: list[int] = []
-    counted: list[bool] = []
+    tokens = beginning_of(tokenizer)
+    counted = [False] * len(tokens)
     for again in (False, True):
         chance.shuffle(lines)
         for word, number in lines:
@@ -316,7 +317,8 @@ def main() -> None:
             check(model, shipped, tasks["continued"].tokens[:1, : 2 * PAGE + 20])
             return
         only = given.only or (["formats", "methods", "latent"] if name == SMOLLM2 else ["formats"])
-        results = run(model, tokenizer, name, shipped, tasks, only)
+        stored = stored_dtype(path)
+        results = run(model, tokenizer, name, shipped, tasks, only, stored)
     if given.docs:
         tokens = tasks["continued"].tokens
         sizes = {"texts": len(tokens), "tokens": tokens.shape[1], "lists": given.lists}
@@ -336,6 +338,7 @@ def run(
     shipped: Sequence[Any],
     tasks: dict[str, Task],
     only: Sequence[str],
+    stored: torch.dtype,
 ) -> list[dict[str, Any]]:
     """The rows of all models."""
     width = shipped[0].head_dim
@@ -346,7 +349,7 @@ def run(
     models = {called: (shipped, variants)} if variants else {}
     if "latent" in only:
         joined = [of_format(name, width, joined=True) for name in JOINED]
-        models[f"{called} as MLA"] = (latent(model, tokenizer, shipped, stored_dtype(path)), joined)
+        models[f"{called} as MLA"] = (latent(model, tokenizer, shipped, stored), joined)
     results = []
     for name, (layers, chosen) in models.items():
         print(f"\n{name:<66}{'bits':>6}{'ratio':>9}{'':>8}{'KL':>9}{'top-1':>8}{'found':>8}")

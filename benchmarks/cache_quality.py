@@ -141,7 +141,7 @@ def listed(tokenizer: Any, rows: int) -> Task:
 def _twice(tokenizer: Any, chance: random.Random) -> tuple[list[int], list[bool]]:
     words = chance.sample(WORDS.split(), PAIRS)
     lines = [(word, f"{chance.randrange(10**DIGITS):0{DIGITS}}") for word in words]
-    tokens = beginning_of(tokenizer)
+    tokens = beginning_of(tokenizer, PAGE)
     counted = [False] * len(tokens)
     for again in (False, True):
         chance.shuffle(lines)

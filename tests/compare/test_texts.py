@@ -55,6 +55,8 @@ def test_windows_and_documents_begin_as_the_tokenizer_begins_a_text():
     assert found.windows[:, 1:].flatten().tolist() == plain.windows.flatten().tolist()[:18]
     with pytest.raises(ValueError, match="need 20; give more, or a context of at most 11"):
         texts_for(WithBeginning(), context=21, text="ab" * 5)
+    with pytest.raises(ValueError, match="2 tokens or more, the first of them special, got 1"):
+        texts_for(WithBeginning(), context=1, text=text)
     document, other = documents_of(WithBeginning(), text, context=500, documents=2)
     assert len(document.tokens) == len(other.tokens) == 500
     assert int(document.tokens[0]) == int(other.tokens[0]) == 2

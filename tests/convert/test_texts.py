@@ -88,7 +88,7 @@ def test_each_window_begins_as_the_tokenizer_begins_a_text():
     )
     with pytest.raises(ValueError, match="the text has 3 tokens, one window needs 4"):
         windows_of(WithBeginning(), ["a"], length=5)
-    with pytest.raises(ValueError, match="length is above 1, the beginning of a window, got 1"):
+    with pytest.raises(ValueError, match="2 tokens or more, the first of them special, got 1"):
         windows_of(WithBeginning(), ["abc"], length=1)
 
 

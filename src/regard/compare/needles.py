@@ -86,7 +86,7 @@ def documents_of(
 
     chance = random.Random(0)
     options = [encode(f" {word}")[0] for word in WORDS]
-    first = beginning_of(tokenizer)
+    first = beginning_of(tokenizer, context)
     made, rest = [], encode(text[: 16 * documents * context])
     for _ in range(documents):
         names, words = chance.sample(NAMES, facts), chance.sample(range(len(WORDS)), facts)

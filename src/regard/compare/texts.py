@@ -77,7 +77,7 @@ def texts_for(
         (torch.Size([1, 8]), torch.Size([6, 512]))
     """
     count = CALIBRATION_WINDOWS * min(windows, 3)
-    first = beginning_of(tokenizer)  # of each window
+    first = beginning_of(tokenizer, context)  # of each window
     own, of_calibration = context - len(first), CALIBRATION_LENGTH - len(first)
     measured, following = windows * own, count * of_calibration
     if text is None:

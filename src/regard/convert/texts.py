@@ -58,10 +58,8 @@ def windows_of(
         tensor([[ 97,  98,  99],
                 [100,  10,  10]])
     """
-    first = beginning_of(tokenizer)
+    first = beginning_of(tokenizer, length)
     own, tokens = length - len(first), list[int]()
-    if own < 1:
-        raise ValueError(f"length is above {len(first)}, the beginning of a window, got {length}")
     needed = None if most is None else most * own
     for text in texts:
         tokens += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
@@ -75,11 +73,12 @@ def windows_of(
     return windows_after(first, tokens[: len(tokens) // own * own], length)
 
 
-def beginning_of(tokenizer: Any) -> list[int]:
-    """The special token that a tokenizer puts before every text, as a list; an empty list if it
-    puts none."""
+def beginning_of(tokenizer: Any, length: int) -> list[int]:
+    """The special token that begins windows of `length` tokens, as a list; [] if there is none."""
     special = getattr(tokenizer, "bos_token_id", None)
     found: list[int] = [] if special is None else tokenizer("a", verbose=False)["input_ids"][:1]
+    if found == [special] and length < 2:
+        raise ValueError(f"a window has 2 tokens or more, the first of them special, got {length}")
     return found if found == [special] else []
 
 

@@ -145,12 +145,35 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
     half = layer.bfloat16()
     x = x.bfloat16()
     torch.testing.assert_close(half(x), own(half, x))
-    products.gains.cache_clear()
-    monkeypatch.setattr("regard.ops.kernels.intrinsics.machine_lanes", lambda: 16)
     calls.clear()
+    monkeypatch.setattr(products, "gains", lambda dtype: dtype is torch.float32)
     assert half(x).equal(own(half, x))
     assert calls == []
-    products.gains.cache_clear()
+
+
+LANES = {"AMX": 16, "AVX-512": 16, "AVX-512 FP16": 16, "AVX2": 8, "Arm": 4, "no numba": 0}
+FEATURES = {"AMX": ("flags: amx_bf16 avx512_fp16",), "AVX-512 FP16": ("avx512_fp16",)}
+
+
+@pytest.mark.parametrize(
+    ("processor", "few", "many"),
+    [  # dtypes in which few rows are compiled, and in which many rows are computed in float32
+        ("AMX", "float32", ""),
+        ("AVX-512 FP16", "float32 bfloat16", ""),
+        ("AVX-512", "float32 bfloat16", "float16"),
+        ("AVX2", "float32 bfloat16", "bfloat16 float16"),
+        ("Arm", "float32", ""),
+        ("no numba", "", ""),
+    ],
+)
+def test_a_processor_runs_products_that_are_slow_in_torch(processor, few, many, monkeypatch):
+    monkeypatch.setattr(products, "is_installed", lambda: processor != "no numba")
+    monkeypatch.setattr(products, "_lanes", lambda: LANES[processor])
+    monkeypatch.setattr(products, "processor", lambda: FEATURES.get(processor, ()))
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    for found, wanted in ((products.gains, few), (products.is_emulated, many)):
+        names = [str(each)[6:] for each in dtypes if found.__wrapped__(each)]
+        assert " ".join(names) == wanted
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["at once", "in parts"])
@@ -161,7 +184,7 @@ def test_many_rows_of_half_precision_are_computed_in_float32(dtype, biased, few,
     if few:
         monkeypatch.setattr(products, "WIDENED", 100 * WIDTH)
     layer = nn.Linear(WIDTH, WIDTH, bias=biased, dtype=dtype).requires_grad_(False)
-    monkeypatch.setattr(products, "gains", lambda dtype: True)
+    monkeypatch.setattr(products, "is_emulated", lambda dtype: True)
     bind_linear(nn.Sequential(layer))
     x = torch.randn(3, MOST_ROWS, WIDTH, dtype=dtype)
     bias = layer.bias.double() if biased else None

@@ -101,6 +101,29 @@ def test_logits_are_the_models_own(name, kind, monkeypatch):
     assert torch.allclose(got, decoded(model, kind, tokens), atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["growing", "paged", "int8"])
+@pytest.mark.parametrize("name", ["llama", "norms"])
+def test_steps_in_bfloat16_are_as_near_to_float32_as_others(name, kind, monkeypatch):
+    """The model's angles are bfloat16: a step rotates by them in float32, and rounds once."""
+    model = MODELS[name]().eval().bfloat16()
+    tokens = torch.randint(0, 50, (2, 30))
+    wide = copy.deepcopy(model).float()
+    hf.install(wide)
+    expected = decoded(wide, "growing", tokens)
+    hf.install(model)
+    taken, run = [], steps.InstalledStep.run
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+    got = decoded(model, kind, tokens, **CACHES[kind]).float()
+    assert sum(each is not None for each in taken) >= 30
+    repeat_none(monkeypatch)
+    others = decoded(model, kind, tokens, **CACHES[kind]).float()
+    error, theirs = ((each - expected).square().mean().sqrt() for each in (got, others))
+    assert error <= 1.1 * theirs
+    assert (got - others).abs().max() <= 8 * theirs
+
+
 @pytest.fixture
 def stepping():
     """An installed model, the cache of a prompt and a step, and the next token."""

@@ -3,7 +3,7 @@
 A decoding step reads each weight once, and most of its time is this reading. Torch's kernels of
 matrix products read at half to a third of the memory's bandwidth where there are few rows. In half
 precision, on a processor without instructions for it, they take up to seven times as long as in
-float32, however many rows there are.
+float32 where there are many.
 """
 
 import functools
@@ -16,6 +16,7 @@ from torch.nn import functional
 from regard.hf.running.binding import bind, function_of
 from regard.matrices import MOST_ROWS, same_product
 from regard.ops.backends.fused import is_installed
+from regard.rates import processor
 from regard.tracing import is_immediate
 
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
@@ -46,13 +47,14 @@ def forward(self: Any, input: Tensor) -> Tensor:
     `nn.Linear`, on a CPU and without gradients, quicker."""
     if type(self) is nn.Linear:
         weight, bias = self.weight, self.bias
-        if gains(weight.dtype) and _runs_now(input, weight, bias):
-            from regard.ops.kernels.chaining import linear  # imports numba
+        tensors = (input, weight) if bias is None else (input, weight, bias)
+        if _runs_now(tensors):
+            if gains(weight.dtype):
+                from regard.ops.kernels.chaining import linear  # imports numba
 
-            out = linear(input, weight, bias)
-            if out is not None:
-                return out
-            if _is_slow(input, weight, bias):
+                if (out := linear(input, weight, bias)) is not None:
+                    return out
+            if is_emulated(weight.dtype) and _are_many(tensors):
                 return in_float32(input, weight, bias)
     return type(self).forward(self, input)
 
@@ -71,27 +73,40 @@ def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def gains(dtype: torch.dtype) -> bool:
-    """Whether this module's products are quicker than torch's kernels on this processor: not
-    without numba, which may be missing where a pickled model is read. In half precision they are on
-    AVX2 alone: torch has other kernels with AVX-512 and on Arm, beside which none was measured."""
-    if not is_installed():
-        return False
-    from regard.ops.kernels.intrinsics import machine_lanes  # imports numba
-
-    return dtype is torch.float32 or (dtype in HALVES and machine_lanes() == 8)
+    """Whether compiled products of few rows are quicker than torch's kernels on this processor; in
+    bfloat16 on x86 alone, without AMX: beside kernels for AMX and Arm none was measured."""
+    if dtype is torch.bfloat16:
+        return _lanes() >= 8 and "amx_bf16" not in " ".join(processor())
+    return dtype is torch.float32 and is_installed()
 
 
-def _is_slow(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch multiplies many rows in half precision."""
-    tensors = (input, weight) if bias is None else (input, weight, bias)
-    if weight.dtype not in HALVES or input.numel() <= MOST_ROWS * weight.shape[-1]:
-        return False
-    return all(each.is_cpu and each.dtype is weight.dtype for each in tensors)
+@functools.cache
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether torch's products of many rows are slow in a dtype, since this processor has no
+    instruction for them: with AVX2 in half precision, with AVX-512 in float16 alone."""
+    if _lanes() == 16:
+        return dtype is torch.float16 and "avx512_fp16" not in " ".join(processor())
+    return _lanes() == 8 and dtype in HALVES
 
 
-def _runs_now(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing traces or transforms the product, wants its gradient, or casts for it."""
-    tensors = (input, weight) if bias is None else (input, weight, bias)
+def _are_many(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether rows are many, and all tensors of a product on the CPU and of one dtype."""
+    input, weight, *_ = tensors
+    few = input.numel() <= MOST_ROWS * weight.shape[-1]
+    return not few and all(each.is_cpu and each.dtype is weight.dtype for each in tensors)
+
+
+def _runs_now(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether nothing traces or transforms a product, wants its gradient, or casts for it."""
     if not is_immediate(*tensors) or torch._C._is_any_autocast_enabled():
         return False
     return not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors)
+
+
+def _lanes() -> int:
+    """As `machine_lanes`; 0 without numba, which may be missing where a pickled model is read."""
+    if not is_installed():
+        return 0
+    from regard.ops.kernels.intrinsics import machine_lanes  # imports numba
+
+    return machine_lanes()

@@ -72,7 +72,7 @@ class InstalledStep(NamedTuple):
         strides or of another dtype, the model's angles, or a buffer that was changed.
         """
         cache = given[family.cache].layers[module.layer_idx].cache
-        angles = given["position_embeddings"] if family.rotate is rotating.halves else None
+        angles = _wide_angles(family, module, given)
         out = self.run_one(cache, *heads, angles=angles, signed=False, scale=self.scale)
         if out is not None:
             cache.count(1)
@@ -97,9 +97,8 @@ class HeadSteps(NamedTuple):
     ) -> Tensor | None:
         """As `InstalledStep.run`: the outputs of all query heads, those of a key head together."""
         cache = given[family.cache].layers[module.layer_idx].cache
-        options = {"angles": None, "signed": False, "scale": self.steps[0].scale}
-        if family.rotate is rotating.halves:
-            options["angles"] = given["position_embeddings"]
+        angles = _wide_angles(family, module, given)
+        options = {"angles": angles, "signed": False, "scale": self.steps[0].scale}
         of_heads = [each.tensor_split(len(self.steps), 1) for each in heads]
         found = []
         for step, *own in zip(self.steps, cache.heads, *of_heads, strict=True):
@@ -113,12 +112,11 @@ class HeadSteps(NamedTuple):
 
 
 def layer_of_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Any:
-    """`filled_layer` of a call that rotates halves in float32 or nothing; None of other calls."""
-    angles = given.get("position_embeddings")
-    if family.rotate is rotating.halves:
-        if not isinstance(angles, tuple) or angles[0].dtype is not torch.float32:
-            return None
-    elif family.rotate is not rotating.not_rotated:
+    """`filled_layer` of a call that rotates halves or nothing; None of other calls."""
+    rotated = family.rotate is rotating.halves and isinstance(
+        given.get("position_embeddings"), tuple
+    )
+    if not rotated and family.rotate is not rotating.not_rotated:
         return None
     return filled_layer(family, module, x, given)
 
@@ -154,6 +152,16 @@ def step_of(layer: Any, family: Family, module: Any, x: Tensor, given: Mapping[s
     if weights_wanted(given) or not found.fits(layer.cache, x):
         return None
     return found if _shows_all(family, module, given, layer.cache) else None
+
+
+def _wide_angles(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
+    """The model's angles, those of bfloat16 in float32; None where nothing is rotated."""
+    if family.rotate is not rotating.halves:
+        return None
+    cos, sin = given["position_embeddings"]
+    if cos.dtype is torch.float32:
+        return cos, sin
+    return rotating.memoised("_wide_angles", module, lambda: (cos.float(), sin.float()), cos, sin)
 
 
 def _shows_all(family: Family, module: Any, given: Mapping[str, Any], cache: Any) -> bool:
@@ -288,7 +296,8 @@ def is_repeatable(prepared: Prepared, cache: Any) -> bool:
     call = prepared.call
     if (call.span.kv_start, call.span.kv_stop) != (0, cache.length):
         return False
-    if call.mask is not EVERYTHING or not _is_dataless(call.given_mask):
+    rules = {type(part) for part in _parts(call.given_mask)}
+    if call.mask is not EVERYTHING or not rules <= {Everything, Causal, SlidingWindow}:
         return False
     return call.sinks is None and call.score_bias is None and is_quickest(prepared)
 
@@ -312,10 +321,6 @@ def is_quickest(prepared: Prepared) -> bool:
 
 def _parts(mask: Mask) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, AllOf) else (mask,)
-
-
-def _is_dataless(mask: Mask) -> bool:
-    return all(type(part) in (Everything, Causal, SlidingWindow) for part in _parts(mask))
 
 
 def settings_of(family: Family, module: nn.Module) -> tuple[Any, ...]:

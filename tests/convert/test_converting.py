@@ -8,7 +8,7 @@ import torch
 
 from regard.cli.app import run
 from regard.cli.convert import _read
-from regard.convert import convert, target_of
+from regard.convert import convert, converting, target_of
 from regard.convert.job import Job, run_job
 from regard.hf import attention_modules, attention_of, install, load, place
 from tiny import SIZES, tiny, tokens
@@ -65,13 +65,35 @@ def test_refined_layers_miss_less_and_leave_the_model_alone(to):
     model, text = tiny("llama"), tokens(8, 128)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plain = target_of(to, shipped_of(model))
-    made, refined = convert(model, [plain, replace(plain, passes=3)], text)
+    # a latent that is refined at all is fitted to the predictions, and begins elsewhere
+    little = plain if to == "mqa" else replace(plain, passes=1)
+    made, refined = convert(model, [little, replace(plain, passes=6)], text)
     for one, other in zip(made.report[:1], refined.report[:1], strict=True):  # on equal inputs
         assert one.missed == other.missed
         assert other.still_missed < one.still_missed
     kept = convert(model, [replace(plain, passes=3, refit=False)], text)[0]
     assert [each.still_missed for each in kept.report] == [each.missed for each in kept.report]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("share", "passes", "fitted"), [(0.5, 1, True), (0.5, 0, False), (0.3, 1, False)]
+)
+@pytest.mark.parametrize("rotary", ["", "+2"])
+def test_refined_latents_of_small_errors_are_fitted_to_the_predictions(
+    share, passes, fitted, rotary, monkeypatch
+):
+    runs, model = [], tiny("llama")
+    run = converting.gradients_of_predictions
+    monkeypatch.setattr(
+        converting, "gradients_of_predictions", lambda *a, **b: runs.append(a) or run(*a, **b)
+    )
+    (first, _) = shipped_of(model)
+    rank = int(share * 2 * first.num_kv_heads * first.head_dim) - len(rotary)
+    target = replace(target_of(f"mla:{rank}{rotary}", shipped_of(model)), passes=passes)
+    convert(model, [target, replace(target, refit=False)], tokens(8, 128))
+    assert len(runs) == fitted  # once for all layers and targets
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from regard.convert.targets import Target
 from regard.hf.loading.descriptions import described, layer_from
 from regard.layers.attention import Attention
 
-VERSION = 4  # of the conversions: one more whenever a change gives converted layers other weights
+VERSION = 5  # of the conversions: one more whenever a change gives converted layers other weights
 MOST = 1 << 30  # bytes on disk; beyond it the oldest files are removed
 
 

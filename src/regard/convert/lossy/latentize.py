@@ -97,12 +97,17 @@ def latentize(
     return Lossy(_build(layer, down, up), lost)
 
 
-def energies_of(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float64[Tensor, " R"]:
+def energies_of(
+    layer: Attention,
+    inputs: Float[Tensor, "*N L E"],
+    gradients: Float[Tensor, "T R"] | None = None,
+) -> Float64[Tensor, " R"]:
     """The energy of a layer's outputs that each direction of a full latent carries, largest first.
 
-    They are the squared changes of the outputs if `latentize` with these inputs leaves it out.
+    They are the squared changes of the outputs if `latentize` with these inputs leaves it out; with
+    the gradients of the predictions, those of their log-likelihood.
     """
-    metric, covariance = sensitivity(layer, inputs)
+    metric, covariance = sensitivity(layer, inputs, gradients)
     root, _ = roots_of(metric)
     energy = energy_of(_stacked(layer), covariance)
     return torch.linalg.eigvalsh(root @ energy @ root).flip(0).clamp_min(0.0)

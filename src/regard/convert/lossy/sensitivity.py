@@ -10,6 +10,9 @@ the trace of `metric D covariance D^T` (the factors of K-FAC, Martens and Grosse
 arXiv:1503.05671), of which low-rank approximations are known in closed form.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
@@ -73,16 +76,25 @@ def gradients_of(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float[Ten
 
 def _gradient(layer: Attention, window: Tensor, chance: torch.Generator) -> Tensor:
     """The gradient of the outputs' sum with random signs by the keys and values, `[L, R]`."""
-    leaves: dict[nn.Module, Tensor] = {}
-
-    def cut(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        return leaves.setdefault(module, out.detach().requires_grad_())
-
-    hooks = [each.register_forward_hook(cut) for each in (layer.k_proj, layer.v_proj)]
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), keys_and_values(layer) as leaves:
         out = layer(window.clone()[None])  # a tensor of inference mode cannot be saved for backward
-    for hook in hooks:
-        hook.remove()
-    signs = torch.randint(2, out.shape, generator=chance, device="cpu").to(out) * 2 - 1
-    wanted = (leaves[layer.k_proj], leaves[layer.v_proj])
-    return torch.cat(torch.autograd.grad(out, wanted, signs), -1)[0]
+        signs = torch.randint(2, out.shape, generator=chance, device="cpu").to(out) * 2 - 1
+        return torch.cat(torch.autograd.grad(out, leaves(), signs), -1)[0]
+
+
+@contextmanager
+def keys_and_values(layer: Attention) -> Iterator[Callable[[], tuple[Tensor, Tensor]]]:
+    """A function that returns the keys and values of a layer's call in the `with` block, before
+    norm and rotation, for their gradients."""
+    outs: dict[nn.Module, Tensor] = {}
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return outs.setdefault(module, out if out.requires_grad else out.requires_grad_())
+
+    own = layer.k_proj, layer.v_proj
+    hooks = [each.register_forward_hook(keep) for each in own]
+    try:
+        yield lambda: (outs[own[0]], outs[own[1]])
+    finally:
+        for hook in hooks:
+            hook.remove()

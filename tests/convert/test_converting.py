@@ -78,10 +78,11 @@ def test_refined_layers_miss_less_and_leave_the_model_alone(to):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("share", "passes", "fitted"), [(0.5, 1, True), (0.5, 0, False), (0.3, 1, False)]
+    ("share", "passes", "fitted"),
+    [(0.5, 1, True), (0.5, 0, False), (0.3, 1, False), (0.75, 1, False)],
 )
 @pytest.mark.parametrize("rotary", ["", "+2"])
-def test_refined_latents_of_small_errors_are_fitted_to_the_predictions(
+def test_refined_latents_around_half_are_fitted_to_the_predictions(
     share, passes, fitted, rotary, monkeypatch
 ):
     runs, model = [], tiny("llama")

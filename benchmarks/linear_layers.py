@@ -2,6 +2,7 @@
 
     python benchmarks/linear_layers.py                  SmolLM2-135M, 1 to 256 tokens, both dtypes
     python benchmarks/linear_layers.py --tokens 1 --rounds 1
+    python benchmarks/linear_layers.py --dtypes float16 --tokens 256
 
 Every linear layer of the model multiplies so many tokens, one layer after the other, so that each
 weight is read from memory; then the whole model: up to 8 tokens a decoding step of as many
@@ -22,7 +23,7 @@ import regard.hf
 from regard.bench.timing import interleave
 from regard.matrices import MOST_ROWS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Run = Callable[[], Any]
 PROMPT = 128  # tokens before the decoding steps
 
@@ -31,7 +32,7 @@ PROMPT = 128  # tokens before the decoding steps
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 32, 256])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     introduce("numba", "transformers")

@@ -208,7 +208,7 @@ class _Calibration:
     def _fit(self, step: Step, target: Target) -> dict[str, Any]:
         """The text that one layer's latent is fitted to, and the gradients by its keys and values:
         those of the predictions where layers are refined around half of the cache, else those of
-        its outputs alone, which take a fifth of the time. They are over the model's own inputs:
+        its outputs alone, which take less time. They are over the model's own inputs:
         over those behind converted layers they are nearly the same, and so conversions share them.
         """
         given = {"covariance": step.moments.covariance, "inputs": step.x}

@@ -155,7 +155,7 @@ def step_of(layer: Any, family: Family, module: Any, x: Tensor, given: Mapping[s
 
 
 def _wide_angles(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
-    """The model's angles, those of bfloat16 in float32; None where nothing is rotated."""
+    """The model's angles, in float32; None where nothing is rotated."""
     if family.rotate is not rotating.halves:
         return None
     cos, sin = given["position_embeddings"]

@@ -32,7 +32,7 @@ from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import INT32, INT64
 
 AHEAD = 1024  # bytes of weights: so far before it is read, a cache line is requested from memory;
-# not with AVX-512, whose processors read ahead themselves: 25 GB/s where requests leave 19
+# not with AVX-512: an AMD EPYC of Zen 4 reads ahead itself, a third quicker than with requests
 SILU, GELU, GELU_TANH = 1, 2, 3  # the activation of a gate
 ROOT_HALF = math.sqrt(0.5)  # GELU(x) = x / 2 (1 + erf(x sqrt(1/2))), and about x / 2 (1 + tanh(
 TANH_FACTOR, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715  # sqrt(2/pi) (x + 0.044715 x**3)))

@@ -234,9 +234,8 @@ class AbsorbedValues(NamedTuple):
 
     def output(self, out: Float[Tensor, "B H L R"]) -> Float[Tensor, "B H L D"]:
         """The outputs of the heads, from sums of latents: the weights of the values are applied."""
-        count = _num_kv_heads(self.layer)
-        weights = _weights(self.layer)[1].unflatten(0, (count, -1))  # [G, D, R]
-        rows = group_heads(out, count).transpose(0, 1)  # no weight is copied
+        weights = _weights(self.layer)[1].unflatten(0, (-1, self.layer.head_dim))  # [G, D, R]
+        rows = group_heads(out, len(weights)).transpose(0, 1)  # no weight is copied
         heads = multiply(rows.flatten(1, 3), weights.mT).unflatten(1, rows.shape[1:4])
         return ungroup_heads(heads.transpose(0, 1))
 
@@ -270,7 +269,8 @@ def _read_keys(layer: LatentKVAttention, latent: Tensor, positions: Tensor) -> A
     if layer.k_norm is not None or trained or not is_immediate(latent):
         return _keys(layer, multiply(latent.squeeze(1), weights.mT), positions)
     tables = tables_of(layer.rope, positions)
-    return RebuiltKeys(latent, positions, weights, _num_kv_heads(layer), layer.rope, tables)
+    count = len(weights) // layer.head_dim
+    return RebuiltKeys(latent, positions, weights, count, layer.rope, tables)
 
 
 def tables_of(rope: Rope, positions: Tensor) -> Tables | None:

@@ -48,9 +48,9 @@ class RebuiltKeys(NamedTuple):
         return self.weights.shape[0] // self.heads
 
     @property
-    def by_head(self) -> Float[Tensor, "G R D"]:
-        """The weights of each head, in float32, as a kernel reads them."""
-        return self.weights.detach().unflatten(0, (self.heads, -1)).mT.float().contiguous()
+    def by_head(self) -> Float[Tensor, "G D R"]:
+        """The weights of each head, as a kernel reads them."""
+        return self.weights.detach().unflatten(0, (self.heads, -1)).contiguous()
 
     @property
     def outline(self) -> Tensor:

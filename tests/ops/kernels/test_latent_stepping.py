@@ -23,7 +23,7 @@ def drawn(dtype, held, batch=2):
         "held": torch.randn(batch, 1, ROOM, RANK).to(dtype),
         "length": held,
         "keys": Latents(
-            torch.randn(KV_HEADS, RANK, WIDTH) / 7,
+            (torch.randn(KV_HEADS, WIDTH, RANK) / 7).to(dtype),
             where.to(torch.int32)[:, None, :, None].contiguous(),
             *ROPE._table(where),
         ),
@@ -39,7 +39,7 @@ def sums_of_latents(q, latent, held, length, keys, scale):
     """By definition, in float64."""
     tokens = torch.cat([held[:, :, :length], latent], 2).double()
     where = keys.positions[:, 0, :, 0].long()
-    rebuilt = ROPE.rotate(tokens @ keys.weights.double(), where)
+    rebuilt = ROPE.rotate(tokens @ keys.weights.double().mT, where)
     turned = ROPE.rotate(q, where[:, -1:]).double().unflatten(1, (KV_HEADS, -1)).squeeze(3)
     weights = (scale * turned @ rebuilt.mT).softmax(-1)
     return (weights @ tokens).flatten(1, 2).unsqueeze(2)
@@ -55,7 +55,7 @@ def test_a_step_is_attention_over_rebuilt_keys(dtype, length, threads):
     found = plan_of(dtype).run(**given)
     assert found.dtype is torch.float32
     latents = given["held"][:, :, : length + 1].double()
-    keys = latents @ given["keys"].weights.double()
+    keys = latents @ given["keys"].weights.double().mT
     largest = 0.3 * given["q"].double().abs().sum(-1).amax() * keys.abs().amax()
     bound = 2 * 2**-24 * (1 + largest) * latents.abs().amax()  # nothing is rounded to bfloat16
     assert (found - wanted).abs().amax() <= bound
@@ -94,6 +94,7 @@ def test_nothing_is_written_where_a_tensor_lies_otherwise(name, change):
         ("positions", lambda x: x[:, :, 1:]),
         ("weights", lambda x: x[:1]),
         ("weights", lambda x: x.bfloat16()),
+        ("weights", lambda x: x.mT),
     ],
 )
 def test_nor_where_the_source_of_the_keys_does(name, change):

@@ -19,10 +19,10 @@ def case(rank, rotated, dtype, keys=331, rows=3):
     chance = torch.Generator().manual_seed(rank + keys)
     q = torch.randn(BATCH, GROUPS, rows, WIDTH, generator=chance).to(dtype)
     stored = torch.randn(BATCH, 1, keys + 9, rank, generator=chance).to(dtype)[:, :, :keys]
-    weights = torch.randn(GROUPS, rank, WIDTH, generator=chance) / rank**0.5
+    weights = (torch.randn(GROUPS, WIDTH, rank, generator=chance) / rank**0.5).to(dtype)
     positions = torch.randint(500, (BATCH, 1, keys, 1), generator=chance, dtype=torch.int32)
     table = torch.empty(1, 0), torch.empty(1, 0)
-    k = stored.double() @ weights.double()
+    k = stored.double() @ weights.double().mT
     if rotated:
         table = Rotary(rotated)._table(positions)
         turns = positions[:, 0].double() * 10_000.0 ** -(torch.arange(0, rotated, 2) / rotated)
@@ -55,11 +55,13 @@ def test_any_number_of_keys(keys):
     check(*case(48, 16, torch.float32, keys), 2e-5, lanes=8)
 
 
-def test_latents_in_half_precision_are_widened():
-    """The kernel rounds nothing to bfloat16: neither keys nor weights of the softmax."""
-    q, stored, latents, k = case(48, 32, torch.bfloat16)
+@pytest.mark.parametrize("rank", [16, 48, 64])
+@pytest.mark.parametrize("lanes", [None, 8])  # pairs are multiplied in vectors of 16
+def test_nothing_is_rounded_to_half_precision(rank, lanes):
+    """Neither keys nor weights of the softmax."""
+    q, stored, latents, k = case(rank, 32, torch.bfloat16)
     bias = torch.randn(BATCH, GROUPS, 3, 331).masked_fill(torch.rand(331) < 0.3, -torch.inf)
-    check(q, stored, latents, k, 2e-5, bias=bias)
+    check(q, stored, latents, k, 2e-5, bias=bias, lanes=lanes)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_latents_in_half_precision_are_widened():
     [
         ({"positions": torch.zeros(BATCH, 1, 330, 1, dtype=torch.int32)}, "positions must be"),
         ({"positions": torch.zeros(BATCH, 1, 331, 1, dtype=torch.int64)}, "positions must be"),
-        ({"weights": torch.zeros(GROUPS, 40, WIDTH)}, "weights must be"),
+        ({"weights": torch.zeros(GROUPS, WIDTH, 40)}, "weights must be"),
         ({"cos": torch.zeros(9, 48), "sin": torch.zeros(9, 48)}, "rotated channels"),
     ],
 )

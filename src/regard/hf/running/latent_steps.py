@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.cache import KVCache, Part, StaticCache
 from regard.cache.parts import storage_of
 from regard.heads import merge_heads, split_heads
+from regard.hf.families.rotating import memoised
 from regard.hf.families.table import Family
 from regard.hf.running.steps import (
     InstalledStep,
@@ -62,9 +63,9 @@ def _run(
     positions = given.get("position_ids")
     if positions is None:
         positions = torch.full((1, 1), length, device=x.device)
-    check_int32(positions)
+    narrow = memoised("_in_int32", module, lambda: _in_int32(positions), positions)
     # in the slot after those held, which does not count before the step is done
-    places.narrow(2, length, 1).copy_(as_stream(positions, x.shape[0]))
+    places.narrow(2, length, 1).copy_(as_stream(narrow, x.shape[0]))
     form = module.choose(1, None)
     keys, _ = form.rebuild((_part(step.held, length + 1),))[0].stored
     if not isinstance(keys, RebuiltKeys) or keys.tables is None:
@@ -77,6 +78,11 @@ def _run(
     cache.count(1)
     report_backend(BACKENDS["fused"].run)
     return merge_heads(form.output(out.to(x.dtype)))
+
+
+def _in_int32(positions: Tensor) -> Tensor:
+    check_int32(positions)
+    return positions.to(torch.int32)
 
 
 def _part(held: tuple[Tensor, ...], length: int) -> Part:

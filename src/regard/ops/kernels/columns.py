@@ -10,9 +10,8 @@ from numba import types
 
 from regard.ops.kernels.intrinsics import emits
 from regard.ops.kernels.panels import POWER, RISE, ROW, SIDE
-from regard.ops.kernels.products import BFLOAT, call, dot_pairs
 from regard.ops.kernels.tiles import HIDDEN
-from regard.ops.kernels.vectors import FLOAT, INT16, INT32, INT64
+from regard.ops.kernels.vectors import BFLOAT, FLOAT, INT16, INT32, INT64, call
 
 HALVES = (0, 64)  # byte offsets of the two vectors of a row
 HIGH = -65536  # the upper 16 bits of an int32
@@ -116,27 +115,12 @@ def powers(e, panel, count, scores, state, scale):
             pairs.append(b.or_(b.lshr(low, e.word(16)), b.and_(high, e.word(HIGH))))
         for i, pair, total in zip(HALVES, pairs, totals, strict=True):
             e.write(pair, target, i)
-            b.store(dot_pairs(e, pair, ones, b.load(total)), total)
+            b.store(e.dot_pairs(pair, ones, b.load(total)), total)
     for i, total in zip(HALVES, totals, strict=True):
         e.write(b.load(total), state, ROW + i)
 
 
 # ---- packing -----------------------------------------------------------------------------------
-
-
-@no_type_check
-def transposed(e, rows):
-    """16 vectors of 16 lanes, rows and columns exchanged."""
-    for far in (8, 4, 2, 1):
-        low = [i if not i & far else 16 + i - far for i in COUNTS]
-        high = [i + far if not i & far else 16 + i for i in COUNTS]
-        pairs = [(i, i + far) for i in COUNTS if not i & far]
-        found = {}
-        for i, j in pairs:
-            found[i] = e.shuffle(rows[i], rows[j], low)
-            found[j] = e.shuffle(rows[i], rows[j], high)
-        rows = [found[i] for i in COUNTS]
-    return rows
 
 
 @no_type_check
@@ -168,7 +152,7 @@ def pack_queries(e, panel, first, count, q, stride, target):
         to = e.advance(target, step, 16 * ROW)
         for offset, half in zip(HALVES, (places[:16], places[16:]), strict=True):
             rows = [_words_of(e, e.advance(at, step, 64), elements) for at in half]
-            for i, row in enumerate(transposed(e, rows)):
+            for i, row in enumerate(e.transposed(rows)):
                 e.write(row, to, ROW * i + offset)
 
     _blocks(e, panel.width, SIDE, block)
@@ -205,7 +189,7 @@ def pack_values(e, panel, first, count, v, stride, target):
         for i in COUNTS:
             low, high = (half(INT64(2 * i + j), offset) for j in range(2))
             rows.append(b.or_(low, b.shl(high, e.word(16))))
-        for i, row in enumerate(transposed(e, rows)):
+        for i, row in enumerate(e.transposed(rows)):
             e.write(row, to, 64 * i)
     if panel.value_width % SIDE:
         for i in COUNTS:
@@ -242,7 +226,7 @@ def store_rows(e, panel, count, sums, state, out, stride):
         def block(number, elements, first=i // 4, here=here, share=share):
             at = e.advance(here, number, ROW * columns)
             rows = [_result(e, panel, at, j, share) for j in COUNTS]
-            for j, row in enumerate(transposed(e, rows)):
+            for j, row in enumerate(e.transposed(rows)):
                 with b.if_then(b.icmp_signed("<", INT64(first + j), count)):
                     if elements < columns:
                         row = e.shuffle(row, row, COUNTS[:8])

@@ -44,7 +44,7 @@ from regard.ops.kernels.intrinsics import (
     store_row,
     visible_keys,
 )
-from regard.ops.kernels.rebuilding import rebuild_keys
+from regard.ops.kernels.rebuilding import rebuild_keys, turn_weights
 from regard.ops.kernels.tiles import FAR, HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
@@ -61,11 +61,16 @@ def kernel(tile: Tile) -> Any:
         part_bytes, ranges = padded * tile.part_bytes, call.ranges
         thread = next_number(call.counters + 8)
         queries = call.scratch + thread * (padded * tile.scratch_bytes + tile.block_bytes)
+        turned = -1  # the key head whose weights are transposed
         while True:
             task = next_number(call.counters)
             if task >= call.batch * call.kv_heads * ranges:
                 break
             pair = task // ranges
+            if tile.k_rebuilt and pair % call.kv_heads != turned:
+                turned = pair % call.kv_heads
+                at = queries + padded * tile.scratch_bytes + tile.block_bytes - tile.weights_bytes
+                turn_weights(tile, call.weights + turned * tile.stored_bytes, at)
             first = (task - pair * ranges) * call.range_keys
             attend(tile, call, padded, pair, first, queries, call.parts + task * part_bytes)
             finished = next_number(call.counters + 16 + 8 * pair)
@@ -109,7 +114,7 @@ def attend(tile, call, padded, pair, first, queries, part):
         k, k_read = floating_keys(tile, count, k, k_stride, of_k, apart, floating)
         if tile.k_rebuilt:
             place = call.positions + 4 * (batch * call.positions_batch + at * call.positions_row)
-            weights = call.weights + 4 * head * tile.width * tile.rank
+            weights = floating + tile.block_bytes - tile.weights_bytes
             rebuild_keys(tile, count, k, k_read, weights, call.cos, call.sin, place,
                          4 * call.positions_row, floating)  # fmt: skip
             k, k_read = floating, 4 * tile.width

@@ -33,8 +33,20 @@ def machine_lanes() -> int:
 
     `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` may choose another processor than this machine's.
     """
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    features = machine_features()
     return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
+
+
+@functools.cache
+def multiplies_pairs() -> bool:
+    """Whether that processor has AVX-512's instructions for products of bfloat16 pairs."""
+    wanted = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"}
+    return wanted <= machine_features()
+
+
+def machine_features() -> set[str]:
+    """The features of that processor, by LLVM's names."""
+    return {*cpu_target.target_context.codegen().magic_tuple()[2].split(",")}
 
 
 # ---- a Tile or Panel in compiled code: a value of no size, its attributes are constants --------

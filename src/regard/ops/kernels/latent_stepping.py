@@ -19,12 +19,13 @@ from regard.ops.kernels.launching import (
     compiled,
     is_plain,
     lanes_for,
+    latent_format,
     memory,
     place_if_readable,
 )
 from regard.ops.kernels.stepping import append_kernel, place_of_buffer, rotation_of, slot
 from regard.ops.kernels.threads import launch
-from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, PACKED, Latents, Tile
+from regard.ops.kernels.tiles import PACKED, Latents, Tile
 
 _NONE = NOWHERE[:3]  # of values and scales, which the step does not append
 
@@ -55,10 +56,8 @@ class LatentPlan(NamedTuple):
     ) -> "LatentPlan":
         """The plan for queries and keys of this width, of which so many channels are rotated."""
         lanes = math.gcd(lanes_for(width, rank, dtype, joined=False), rotated // 2)
-        half = dtype is torch.bfloat16
-        form = BFLOAT16 if half else FLOAT32
-        keys = form._replace(rank=rank, rotated=rotated)
-        tile = compiled(heads // kv_heads, width, rank, half, False, False, lanes, keys, form, 0)
+        half, keys = dtype is torch.bfloat16, latent_format(dtype, rank, rotated, lanes)
+        tile = compiled(heads // kv_heads, width, rank, half, False, False, lanes, keys, None, 0)
         return cls(dtype, batch, heads, kv_heads, width, rank, rotated, *tile)
 
     def run(
@@ -112,7 +111,7 @@ class LatentPlan(NamedTuple):
             place_if_readable(q, dtype, (b, h, 1, d)),
             place_if_readable(latent, dtype, (b, 1, 1, rank)),
             place_of_buffer(held, length, dtype, (b, 1, rank)),
-            place_if_readable(keys.weights, torch.float32, (g, rank, d)),
+            place_if_readable(keys.weights, dtype, (g, d, rank)),
             place_if_readable(keys.positions, torch.int32, (b, 1, length + 1, 1)),
         )
         assert keys.cos.shape[1] == rotated and keys.cos.is_contiguous() and is_plain(keys.cos)

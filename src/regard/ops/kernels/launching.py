@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
 from regard.ops.kernels.decoding import kernel
-from regard.ops.kernels.intrinsics import machine_lanes
+from regard.ops.kernels.intrinsics import machine_lanes, multiplies_pairs
 from regard.ops.kernels.threads import launch
 from regard.ops.kernels.tiles import (
     BFLOAT16,
@@ -74,8 +74,8 @@ def decode(
         v_form, v_at, v_scales = _stream("v", v, dtype, (*held, dv), size)
     latents_at = NO_LATENTS
     if latents is not None:
-        latents_at = _latents(latents, (b, g, s, d, stored), lanes)
-        k_form = k_form._replace(rank=stored, rotated=turned)
+        latents_at = _latents(latents, dtype, (b, g, s, d, stored), lanes)
+        k_form = latent_format(dtype, stored, turned, lanes)
     table = NOWHERE if pages is None else table_of(pages, b, held[2])
     bias_at = NOWHERE
     if bias is not None:
@@ -140,6 +140,14 @@ def _bytes(tile: Tile, rows: int) -> tuple[int, int]:
     """Bytes of a task's result, and of a thread's scratch."""
     padded = tile.padded(rows)
     return padded * tile.part_bytes, padded * tile.scratch_bytes + tile.block_bytes
+
+
+@functools.cache
+def latent_format(dtype: torch.dtype, rank: int, rotated: int, lanes: int) -> Format:
+    """How keys that are products with latents are stored."""
+    plain = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
+    pairs = plain is BFLOAT16 and lanes == 16 and rank >= 2 * lanes and multiplies_pairs()
+    return plain._replace(rank=rank, rotated=rotated, pairs=pairs)
 
 
 @functools.cache
@@ -258,7 +266,7 @@ def table_of(pages: KeyPages, batch: int, tokens: int) -> Place:
 
 
 def _latents(
-    latents: Latents, sizes: tuple[int, int, int, int, int], lanes: int
+    latents: Latents, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], lanes: int
 ) -> tuple[int, int, int, int, int, int]:
     """The addresses of weights, tables and positions, and the strides of these."""
     b, g, s, d, rank = sizes
@@ -269,7 +277,7 @@ def _latents(
                 f"{turned} of {d}")  # fmt: skip
     assert cos.shape == sin.shape and cos.is_contiguous() and sin.is_contiguous()
     assert weights.is_contiguous()
-    at = place_of("weights", weights[None], torch.float32, (1, g, rank, d))[0]
+    at = place_of("weights", weights[None], dtype, (1, g, d, rank))[0]
     where = place_of("positions", positions, torch.int32, (b, 1, s, 1))
     return at, cos.data_ptr(), sin.data_ptr(), where[0], where[1], where[3]
 

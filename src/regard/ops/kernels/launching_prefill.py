@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba.core.registry import cpu_target
 from torch import Tensor
 
+from regard.ops.kernels.intrinsics import machine_features, multiplies_pairs
 from regard.ops.kernels.launching import place_of, workspace
 from regard.ops.kernels.panels import (
     BLOCK,
@@ -37,10 +37,9 @@ def products() -> str | None:
 
     They are those of the processor that numba compiles for.
     """
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    if not {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"} <= set(features):
+    if not multiplies_pairs():
         return None
-    return "amx" if {"+amx-tile", "+amx-bf16"} <= set(features) and _permitted() else "avx512"
+    return "amx" if {"+amx-tile", "+amx-bf16"} <= machine_features() and _permitted() else "avx512"
 
 
 @functools.cache

@@ -9,49 +9,13 @@ from typing import no_type_check
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from regard.ops.kernels.intrinsics import emits
 from regard.ops.kernels.panels import ROW, SIDE, TILE
-from regard.ops.kernels.vectors import INT32, INT64
+from regard.ops.kernels.vectors import BYTE, INT32, INT64, call
 
-BYTE = ir.IntType(8)
 ROWS = 8  # of `a` whose dot products with 32 columns are in registers: 16 of 32 vectors
 STEP = ROW * SIDE // 2  # bytes of 32 rows of `b`: 16 rows of pairs
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types for mypy
-    """LLVM's bfloat, which llvmlite does not have."""
-
-    intrinsic_name = "bf16"
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-BFLOAT = _BFloat()
-PAIRS = ir.VectorType(BFLOAT, 2 * 16)
-
-
-@no_type_check
-def call(e, name, result, *values):
-    """A call of an intrinsic of LLVM."""
-    kind = ir.FunctionType(result, [value.type for value in values])
-    function = cgutils.get_or_insert_function(e.builder.module, kind, f"llvm.x86.{name}")
-    return e.builder.call(function, values)
-
-
-@no_type_check
-def dot_pairs(e, x, y, z):
-    """z plus the products of the two elements of each pair of x and y; x, y are int32 lanes."""
-    x, y = (e.builder.bitcast(each, PAIRS) for each in (x, y))
-    return call(e, "avx512bf16.dpbf16ps.512", e.floats, z, x, y)
 
 
 # ---- AMX: tiles 0-3 are sums, 4 and 5 blocks of `a`, 6 and 7 of `b` ----------------------------
@@ -128,7 +92,7 @@ def _multiply_pairs(e, x, y, cells):
             first = e.builder.insert_element(ir.Constant(e.words, ir.Undefined), one, INT32(0))
             both = e.shuffle(first, first, [0] * e.lanes)
             for cell, other in zip(cells[2 * row : 2 * row + 2], ys, strict=True):
-                e.builder.store(dot_pairs(e, both, other, e.builder.load(cell)), cell)
+                e.builder.store(e.dot_pairs(both, other, e.builder.load(cell)), cell)
 
 
 # ---- both --------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Keys of a block from their latents, as an intrinsic of numba: a product, then rotation (RoPE)."""
+"""Keys of a block from their latents, as intrinsics of numba: a product, then rotation (RoPE).
+
+A weight matrix is transposed first, so that a vector of it belongs to neighbouring channels of a
+key. Where the processor multiplies pairs of bfloat16, two neighbours in a latent are one word.
+"""
 
 from typing import no_type_check
 
@@ -12,13 +16,36 @@ ROWS = 4  # latents that are multiplied by a row of weights while it is in regis
 
 @emits(types.void)
 @no_type_check
+def turn_weights(e, tile, weights, target):
+    """target[r, :width] = weights[:, r], for every number or pair r of a latent."""
+    if not tile.k.rebuilt:
+        return
+    b, whole, half = e.builder, tile.words >= e.lanes, tile.k.bits < 32 and not tile.k.pairs
+    assert whole, "`Format.pairs` needs a vector of pairs"
+    with (
+        e.loop(INT64(tile.width // e.lanes)) as c,
+        e.loop(INT64(-(-tile.words // e.lanes))) as step,
+    ):
+        r, last = b.mul(step, INT64(e.lanes)), INT64(tile.words - e.lanes)
+        r = b.select(b.icmp_signed("<", r, last), r, last)  # the last vectors may overlap
+        from_ = e.advance(weights, c, e.lanes * tile.k.bytes(tile.width))
+        from_ = e.advance(from_, r, 2 if half else 4)
+        rows = [e.elements(e.advance(from_, INT64(i), tile.k.bytes(tile.width)), e.lanes, half)[0]
+                for i in range(e.lanes)]  # fmt: skip
+        to = e.advance(e.advance(target, r, 4 * tile.width), c, 4 * e.lanes)
+        for i, row in enumerate(e.transposed(rows)):
+            e.write(row, to, 4 * tile.width * i)
+
+
+@emits(types.void)
+@no_type_check
 def rebuild_keys(e, tile, count, latents, stride, weights, cos, sin, positions, apart, target):
     """target[j, :width] = latents[j] @ weights, rotated by the angles of positions[j], for `count`
-    keys of a block; positions are `apart` bytes from one another."""
+    keys of a block; weights are transposed, positions `apart` bytes from one another."""
     if not tile.k.rebuilt:
         return
     b = e.builder
-    if tile.k.bits < 32:
+    if tile.widens:
         wide = b.add(target, INT64(4 * tile.block * tile.width))
         _widen(e, tile, count, latents, stride, wide)
         latents, stride = wide, INT64(4 * tile.rank)
@@ -58,15 +85,16 @@ def _widen(e, tile, count, source, stride, target):
 def _multiply(e, tile, rows, columns, latents, stride, weights, target):
     """target[m, :columns] = latents[m] @ weights[:, :columns] for so many rows m."""
     b, places = e.builder, range(0, 4 * columns, 4 * e.lanes)
+    product = e.dot_pairs if tile.k.pairs else e.fma
     cells = [[e.variable(e.constant(0.0)) for _ in places] for _ in range(rows)]
-    with e.loop(INT64(tile.rank)) as r:
+    with e.loop(INT64(tile.words)) as r:
         of_weights, of_latents = e.advance(weights, r, 4 * tile.width), e.advance(latents, r, 4)
         xs = [e.read(of_weights, place) for place in places]
         for m, row in enumerate(cells):
             one = b.load(e.pointer(FLOAT, of_latents, b.mul(stride, INT64(m))), align=4)
             y = e.broadcast(one)
             for x, cell in zip(xs, row, strict=True):
-                e.accumulate(cell, x, y)
+                b.store(product(x, y, b.load(cell)), cell)
     for m, row in enumerate(cells):
         for cell, place in zip(row, places, strict=True):
             e.write(b.load(cell), target, 4 * tile.width * m + place)

@@ -32,6 +32,7 @@ class Format(NamedTuple):
     by_page: bool = False  # the tokens of a page have the same scales and zeros
     rank: int = 0  # numbers of the latent that a key is computed from; 0 of keys that are stored
     rotated: int = 0  # channels of such a key that are rotated: the first ones
+    pairs: bool = False  # two neighbours of such a latent are multiplied by one instruction
 
     @property
     def quantized(self) -> bool:
@@ -134,6 +135,26 @@ class Tile(NamedTuple):
         return self.k.rank
 
     @property
+    def words(self) -> int:
+        """Words of 4 bytes of a latent, as it is multiplied: numbers in float32, or pairs."""
+        return self.k.rank // 2 if self.k.pairs else self.k.rank
+
+    @property
+    def widens(self) -> bool:
+        """Whether the latents of a block are converted to float32 before they are multiplied."""
+        return self.k.rebuilt and self.k.bits < 32 and not self.k.pairs
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that rebuild the keys of a head, as they are multiplied."""
+        return 4 * self.width * self.words
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of those weights as they are stored."""
+        return self.width * self.k.bytes(self.width)
+
+    @property
     def registers(self) -> int:
         """Vectors of sums that stay in registers: AVX2 has 16 of them, AVX-512 and NEON have 32."""
         return 12 if self.lanes == 8 else 24
@@ -199,9 +220,10 @@ class Tile(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Bytes of a thread's scratch for a block of keys, or of values, that is dequantised; of
-        rebuilt keys, beside their latents in float32."""
-        keys = (self.k.quantized or self.k.rebuilt) * self.width + self.k.rank
-        return 4 * self.block * max(keys, self.v.quantized * self.value_width)
+        rebuilt keys, beside their latents in float32, with their weights at the end."""
+        keys = (self.k.quantized or self.k.rebuilt) * self.width + self.widens * self.k.rank
+        block = 4 * self.block * max(keys, self.v.quantized * self.value_width)
+        return block + self.weights_bytes
 
     def padded(self, rows: int) -> int:
         """`rows` rounded up to whole tiles."""
@@ -261,7 +283,7 @@ class KeyPages(NamedTuple):
 class Latents(NamedTuple):
     """What keys are computed from, beside the latents."""
 
-    weights: Any  # [G, R, D] in float32, contiguous
+    weights: Any  # [G, D, R] in the dtype of the latents, contiguous
     positions: Any  # [B, 1, S, 1] in int32, each a row of the tables
     cos: Any  # [P, rotated] in float32
     sin: Any  # the same, negative in the first of a pair's channels
@@ -298,7 +320,7 @@ class Decode(NamedTuple):
     table_batch: int
     page: int  # tokens of a page; page i of a tensor is its tokens from i * page on
     skipped: int  # tokens of the first page of a sequence that are no keys of the call
-    weights: int  # address of the weights [G, R, D] in float32 that rebuild keys; 0 of other keys
+    weights: int  # address of the weights [G, D, R] that rebuild keys; 0 of other keys
     cos: int  # address of the cosines [P, rotated] in float32 of positions 0 to P - 1
     sin: int  # address of the sines, of which the first of a pair is negative
     positions: int  # address of the positions [B, S] of the keys in int32

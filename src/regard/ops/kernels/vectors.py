@@ -25,6 +25,32 @@ Kind = Any  # an ir.Type
 Words = Iterator[tuple[int, Value]]  # a channel, and the vector that begins with it
 
 
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types for mypy
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+PAIRS = ir.VectorType(BFLOAT, 2 * 16)
+
+
+def call(e: "Vectors", name: str, result: Kind, *values: Value) -> Value:
+    """A call of an intrinsic of LLVM for x86."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    function = cgutils.get_or_insert_function(e.builder.module, kind, f"llvm.x86.{name}")
+    return e.builder.call(function, values)
+
+
 class Vectors:
     """Emits instructions where `builder` stands, on vectors of so many lanes.
 
@@ -203,6 +229,11 @@ class Vectors:
         call = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(call, [x, y, z])
 
+    def dot_pairs(self, x: Value, y: Value, z: Value) -> Value:
+        """z plus the products of the two bfloat16 elements of each of 16 lanes of x and y."""
+        x, y = (self.builder.bitcast(each, PAIRS) for each in (x, y))
+        return call(self, "avx512bf16.dpbf16ps.512", self.floats, z, x, y)
+
     def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
         """The vector of these lanes; those of `y` are counted from the number of lanes of `x`."""
         chosen = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
@@ -232,6 +263,18 @@ class Vectors:
             ]
         x = self.fold(xs[0], self.builder.fadd, part)
         return self.shuffle(x, x, range(0, self.lanes, self.lanes // count))
+
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """As many vectors as lanes, rows and columns exchanged."""
+        count, far, rows = self.lanes, self.lanes // 2, list(rows)
+        while far:
+            low = [i if not i & far else count + i - far for i in range(count)]
+            high = [i + far if not i & far else count + i for i in range(count)]
+            for i in (i for i in range(count) if not i & far):
+                x, y = rows[i], rows[i + far]
+                rows[i], rows[i + far] = self.shuffle(x, y, low), self.shuffle(x, y, high)
+            far //= 2
+        return rows
 
     def maximum(self, x: Value, y: Value) -> Value:
         """The greater of each lane; `y` where one of them is NaN."""

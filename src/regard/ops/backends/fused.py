@@ -171,8 +171,7 @@ def reads_latents(stored: Sequence[AnyStream]) -> bool:
     k, v = stored
     if not isinstance(k, RebuiltKeys) or not isinstance(v, Tensor):
         return False
-    plain = all(_is_plain(x) for x in (k.latents, k.positions, v))
-    plain = plain and k.weights.dtype is k.latents.dtype
+    plain = k.weights.dtype is k.latents.dtype and all(map(_is_plain, (k.latents, k.positions, v)))
     return plain and k.tables is not None and k.tables[0].shape[1] // 2 % _LANES == 0
 
 

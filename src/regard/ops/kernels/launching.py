@@ -142,7 +142,6 @@ def _bytes(tile: Tile, rows: int) -> tuple[int, int]:
     return padded * tile.part_bytes, padded * tile.scratch_bytes + tile.block_bytes
 
 
-@functools.cache
 def latent_format(dtype: torch.dtype, rank: int, rotated: int, lanes: int) -> Format:
     """How keys that are products with latents are stored."""
     plain = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32

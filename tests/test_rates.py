@@ -463,7 +463,7 @@ def test_the_width_of_a_vector(monkeypatch, features, wide):
 def test_the_width_is_the_one_that_numba_compiles_for(name):
     pytest.importorskip("numba")
     code = (
-        "from regard.ops.kernels.intrinsics import machine_lanes\n"
+        "from regard.ops.kernels.vectors import machine_lanes\n"
         "from regard.rates import compiles_wide\n"
         "print(compiles_wide(), machine_lanes() == 16)"
     )

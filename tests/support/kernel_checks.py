@@ -10,10 +10,10 @@ import torch
 from numba.core.registry import cpu_target
 
 from regard.cache.codes import QuantizedStream, quantize
-from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.specification import Specification
 from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, Format, tile_for
+from regard.ops.kernels.vectors import machine_lanes
 
 UNIT = torch.finfo(torch.float32).eps / 2
 

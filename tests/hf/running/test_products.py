@@ -17,7 +17,7 @@ import regard.hf
 from regard.hf.running import products
 from regard.hf.running.products import SMALLEST, bind_linear
 from regard.matrices import MOST_ROWS, product_objection
-from regard.ops.kernels.intrinsics import machine_lanes
+from regard.ops.kernels.vectors import machine_lanes
 
 WIDTH = 256  # of a square layer of `SMALLEST` weights
 CONFIG = LlamaConfig(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=300,

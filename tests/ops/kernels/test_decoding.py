@@ -15,9 +15,9 @@ pytest.importorskip("numba")
 
 from covering import few
 from kernel_checks import check, check_specification, quantized, run_python
-from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.tiles import KeyPages, tile_for
+from regard.ops.kernels.vectors import machine_lanes
 from session import LONG
 
 

@@ -13,9 +13,9 @@ pytest.importorskip("numba")
 
 from kernel_checks import run_python
 from regard.ops.kernels import threads
-from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.threads import _openmp
+from regard.ops.kernels.vectors import machine_lanes
 
 
 @pytest.fixture

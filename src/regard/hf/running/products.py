@@ -107,6 +107,6 @@ def _lanes() -> int:
     """As `machine_lanes`; 0 without numba, which may be missing where a pickled model is read."""
     if not is_installed():
         return 0
-    from regard.ops.kernels.intrinsics import machine_lanes  # imports numba
+    from regard.ops.kernels.vectors import machine_lanes  # imports numba
 
     return machine_lanes()

@@ -84,19 +84,19 @@ This code relies on these of their interfaces:
 
     intrinsics.py  numba.extending: intrinsic (it reads `__signature__`), typeof_impl, models,
                    register_model, infer_getattr, lower_getattr_generic; AttributeTemplate of
-                   numba.core.typing.templates; the codegen's `magic_tuple()[2]`, which lists
-                   the processor's features
+                   numba.core.typing.templates
     vectors.py     llvmlite.ir: IRBuilder, vector types, typed pointers (`as_pointer`),
                    atomic_rmw, load_atomic; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
-                   numba.core.cgutils: alloca_once, for_range, get_or_insert_function
+                   numba.core.cgutils: alloca_once, for_range, get_or_insert_function; the codegen's
+                   `magic_tuple()[2]`, which lists the processor's features; llvmlite.ir.Type,
+                   subclassed for bfloat; llvm.x86.avx512bf16.dpbf16ps.512
     decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always");
                    row_products.py: arrays of records within a record
     compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=, pipeline_class=);
                    numba.core: compiler.Compiler, codegen.JITCodeLibrary, ccallback.CFunc and its
                    `_cache`, caching.FunctionCache, CompileResultCacheImpl and _CacheLocator;
                    `magic_tuple()`; files are named by `__qualname__`
-    products.py    llvmlite.ir.Type, subclassed for bfloat; the LLVM intrinsics of AMX tiles
-                   (llvm.x86.tdpbf16ps and others) and llvm.x86.avx512bf16.dpbf16ps.512
+    products.py    the LLVM intrinsics of AMX tiles (llvm.x86.tdpbf16ps and others)
     columns.py     llvm.x86.avx512.mask.reduce.ps.512 and .scalef.ps.512
 
 The tests of this folder show what changed. First run those of the single intrinsics

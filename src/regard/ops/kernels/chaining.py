@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from regard.matrices import MOST_ROWS
-from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import _PLAIN, workspace
 from regard.ops.kernels.row_products import (
     MOST_PLACES,
@@ -20,6 +19,7 @@ from regard.ops.kernels.row_products import (
 )
 from regard.ops.kernels.threads import launch
 from regard.ops.kernels.tiles import LINE
+from regard.ops.kernels.vectors import machine_lanes
 
 TASK = 1 << 16  # bytes of weights of a task, at most
 LEAST = 1 << 13  # and at least: to take a task costs a hundredth of the time to read as many

@@ -4,14 +4,12 @@ The first argument is the tile, known at compile time. Addresses are int64. What
 marked `no_type_check`: its types are LLVM's, and a wrapper that checks types cannot be compiled.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, no_type_check
 
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import (
     infer_getattr,
@@ -25,29 +23,6 @@ from numba.extending import (
 from regard.ops.kernels.panels import Panel
 from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, STEP, Tile
 from regard.ops.kernels.vectors import BYTE, FLOAT, INT16, INT32, INT64, Value, Vectors
-
-
-@functools.cache
-def machine_lanes() -> int:
-    """Float32 lanes of a vector of the processor that numba compiles for: 16, 8 or 4.
-
-    `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` may choose another processor than this machine's.
-    """
-    features = machine_features()
-    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
-
-
-@functools.cache
-def multiplies_pairs() -> bool:
-    """Whether that processor has AVX-512's instructions for products of bfloat16 pairs."""
-    wanted = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"}
-    return wanted <= machine_features()
-
-
-def machine_features() -> set[str]:
-    """The features of that processor, by LLVM's names."""
-    return {*cpu_target.target_context.codegen().magic_tuple()[2].split(",")}
-
 
 # ---- a Tile or Panel in compiled code: a value of no size, its attributes are constants --------
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
 from regard.ops.kernels.decoding import kernel
-from regard.ops.kernels.intrinsics import machine_lanes, multiplies_pairs
 from regard.ops.kernels.threads import launch
 from regard.ops.kernels.tiles import (
     BFLOAT16,
@@ -27,6 +26,7 @@ from regard.ops.kernels.tiles import (
     Tile,
     tile_for,
 )
+from regard.ops.kernels.vectors import machine_lanes, multiplies_pairs
 
 NARROWEST = 4  # lanes of a vector, NEON's
 LOG2E = math.log2(math.e)  # the kernel computes powers of 2; in float64, rounded with the scale

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.ops.kernels.intrinsics import machine_features, multiplies_pairs
 from regard.ops.kernels.launching import place_of, workspace
 from regard.ops.kernels.panels import (
     BLOCK,
@@ -24,6 +23,7 @@ from regard.ops.kernels.panels import (
 )
 from regard.ops.kernels.prefilling import attending, packing
 from regard.ops.kernels.threads import launch
+from regard.ops.kernels.vectors import machine_features, multiplies_pairs
 
 LOG2E = math.log2(math.e)
 LINE = 64  # bytes of a cache line

@@ -4,12 +4,14 @@ Nothing depends on LLVM's auto-vectoriser. A vector has as many lanes as the til
 not be the machine's: LLVM divides a vector that is wider than the machine's.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 from regard.ops.kernels.tiles import EXP2, LINE, STEP, Format
 
@@ -23,6 +25,31 @@ MANTISSA = 23  # bits of a float32's mantissa
 Value = Any  # an ir.Value: llvmlite has no types for mypy
 Kind = Any  # an ir.Type
 Words = Iterator[tuple[int, Value]]  # a channel, and the vector that begins with it
+
+
+# ---- the processor that numba compiles for: `NUMBA_CPU_NAME` may choose another than this one ----
+
+
+@functools.cache
+def machine_lanes() -> int:
+    """Float32 lanes of a vector of the processor: 16, 8 or 4."""
+    features = machine_features()
+    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
+
+
+@functools.cache
+def multiplies_pairs() -> bool:
+    """Whether the processor has AVX-512's instructions for products of bfloat16 pairs."""
+    wanted = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl", "+avx512bf16"}
+    return wanted <= machine_features()
+
+
+def machine_features() -> set[str]:
+    """The features of the processor, by LLVM's names."""
+    return {*cpu_target.target_context.codegen().magic_tuple()[2].split(",")}
+
+
+# ------------------------------------------------------------------------------------------------
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types for mypy

@@ -5,7 +5,7 @@
     python benchmarks/elsewhere.py --corpora texts --only "latent, 50" --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --only "latent, 25"
-    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 150
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 500
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
@@ -54,6 +54,7 @@ LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
 REFINED = ", refined"  # and of rows whose layers are refined
 HEALED = ", healed"  # and of rows that are trained afterwards
+HEALING = Recipe(autocast=torch.bfloat16)  # as `regard convert` where the processor multiplies it
 PASSAGES = 4  # one window in four to heal on is of the passages of many kinds
 GROUPS = {"own": ("manual", *MEASURED), "elsewhere": ELSEWHERE}
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
@@ -158,9 +159,10 @@ def trained(
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Copies of the layers, healed, and what that took."""
     student = place(copy.deepcopy(model), copied := copy.deepcopy(list(layers)))
+    teacher = copy.deepcopy(model).to(HEALING.autocast)
     started = time.process_time()
     with torch.enable_grad():
-        healed = heal(student, model, tokens, steps=steps, progress=told)
+        healed = heal(student, teacher, tokens, steps=steps, recipe=HEALING, progress=told)
     spent = {"steps": steps, "tokens": healed.tokens}
     return copied, spent | {"processor_minutes": (time.process_time() - started) / 60}
 

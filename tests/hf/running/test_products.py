@@ -152,7 +152,7 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
 
 
 LANES = {"AMX": 16, "AVX-512": 16, "AVX-512 FP16": 16, "AVX2": 8, "Arm": 4, "no numba": 0}
-FEATURES = {"AMX": ("flags: amx_bf16 avx512_fp16",), "AVX-512 FP16": ("avx512_fp16",)}
+FEATURES = {"AMX": {"+amx-bf16", "+avx512fp16"}, "AVX-512 FP16": {"+avx512fp16"}}
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ FEATURES = {"AMX": ("flags: amx_bf16 avx512_fp16",), "AVX-512 FP16": ("avx512_fp
 )
 def test_a_processor_runs_products_that_are_slow_in_torch(processor, few, many, monkeypatch):
     monkeypatch.setattr(products, "is_installed", lambda: processor != "no numba")
-    monkeypatch.setattr(products, "_lanes", lambda: LANES[processor])
-    monkeypatch.setattr(products, "processor", lambda: FEATURES.get(processor, ()))
+    machine = LANES[processor], FEATURES.get(processor, set())
+    monkeypatch.setattr(products, "_machine", lambda: machine)
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     for found, wanted in ((products.gains, few), (products.is_emulated, many)):
         names = [str(each)[6:] for each in dtypes if found.__wrapped__(each)]

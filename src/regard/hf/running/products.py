@@ -16,7 +16,6 @@ from torch.nn import functional
 from regard.hf.running.binding import bind, function_of
 from regard.matrices import MOST_ROWS, same_product
 from regard.ops.backends.fused import is_installed
-from regard.rates import processor
 from regard.tracing import is_immediate
 
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
@@ -75,8 +74,9 @@ def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gains(dtype: torch.dtype) -> bool:
     """Whether compiled products of few rows are quicker than torch's kernels on this processor; in
     bfloat16 on x86 alone, without AMX: beside kernels for AMX and Arm none was measured."""
+    lanes, features = _machine()
     if dtype is torch.bfloat16:
-        return _lanes() >= 8 and "amx_bf16" not in " ".join(processor())
+        return lanes >= 8 and "+amx-bf16" not in features
     return dtype is torch.float32 and is_installed()
 
 
@@ -84,9 +84,10 @@ def gains(dtype: torch.dtype) -> bool:
 def is_emulated(dtype: torch.dtype) -> bool:
     """Whether torch's products of many rows are slow in a dtype, since this processor has no
     instruction for them: with AVX2 in half precision, with AVX-512 in float16 alone."""
-    if _lanes() == 16:
-        return dtype is torch.float16 and "avx512_fp16" not in " ".join(processor())
-    return _lanes() == 8 and dtype in HALVES
+    lanes, features = _machine()
+    if lanes == 16:
+        return dtype is torch.float16 and "+avx512fp16" not in features
+    return lanes == 8 and dtype in HALVES
 
 
 def _are_many(tensors: tuple[Tensor, ...]) -> bool:
@@ -103,10 +104,11 @@ def _runs_now(tensors: tuple[Tensor, ...]) -> bool:
     return not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors)
 
 
-def _lanes() -> int:
-    """As `machine_lanes`; 0 without numba, which may be missing where a pickled model is read."""
+def _machine() -> tuple[int, set[str]]:
+    """The lanes of a vector of this processor, and LLVM's names of its features; no lanes without
+    numba, which may be missing where a pickled model is read."""
     if not is_installed():
-        return 0
-    from regard.ops.kernels.vectors import machine_lanes  # imports numba
+        return 0, set()
+    from regard.ops.kernels import vectors  # imports numba
 
-    return machine_lanes()
+    return vectors.machine_lanes(), vectors.machine_features()

@@ -114,6 +114,12 @@ def test_a_module_reads_pages_and_the_rest_of_transformers_reads_tensors():
     assert not isinstance(shared["full_attention"], CachedKeys)
 
 
+def test_a_joined_stream_is_one_tensor():
+    latents = torch.randn(2, 1, 5, 4)
+    (found,) = CachedKeys.of(latents)
+    assert found.equal(latents)
+
+
 def test_the_model_returns_what_it_shares_as_tensors():
     model = ZOO["gemma4"].build()
     regard.hf.install(model)

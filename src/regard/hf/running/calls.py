@@ -111,10 +111,10 @@ class CachedKeys(Sequence[Tensor]):
     """Keys and values of all tokens of a call, in the `parts` that a cache returned: pages, codes,
     tensors.
 
-    As a sequence it is a pair of tensors, as transformers passes keys and values between layers:
-    indexing copies them out of pages or codes. Layers that regard runs read the parts. `attending`
-    is the cache if it attends by itself, as each rank stores a share of its tokens; `make` computes
-    keys and values from parts that hold something else, as one joined stream.
+    As a sequence it is a pair of tensors, as transformers passes keys and values between layers, or
+    one joined stream: indexing copies them out of pages or codes. Layers that regard runs read the
+    parts. `attending` is the cache if it attends by itself, as each rank stores a share of its
+    tokens; `make` computes keys and values from parts that hold something else.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CachedKeys(Sequence[Tensor]):
         return cls((Part(0, streams[0].shape[2], streams),))
 
     def __len__(self) -> int:
-        return 2
+        return len(self.parts[0].streams) if self.make is None else 2
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         whole = concatenated(self.parts)

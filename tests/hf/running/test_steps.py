@@ -437,8 +437,19 @@ def test_a_copy_of_a_cache_has_no_step(stepping):
         assert copied.step is None
 
 
-def test_left_padded_rows_are_decoded_as_each_alone():
-    model = MODELS["llama"]().eval()
+def counted(monkeypatch):
+    """A list that grows by a result for each step that a layer begins to repeat."""
+    taken, run = [], steps.InstalledStep.run
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
+    return taken
+
+
+@pytest.mark.parametrize("name", ["llama", "windows", "learned positions"])
+@pytest.mark.parametrize("kind", ["growing", "static", "int8"])
+def test_left_padded_rows_are_decoded_as_each_alone(name, kind, monkeypatch):
+    model = MODELS[name]().eval()
     model.generation_config.pad_token_id = 0
     short, long = torch.randint(1, 50, (1, 4)), torch.randint(1, 50, (1, 7))
     both = torch.cat([torch.nn.functional.pad(short, (3, 0)), long])
@@ -446,12 +457,86 @@ def test_left_padded_rows_are_decoded_as_each_alone():
     options = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
 
     def logits(tokens, **given):
-        cache = hf.cache(model, "growing")
+        cache = hf.cache(model, kind, **CACHES[kind])
         out = model.generate(tokens, past_key_values=cache, do_sample=False, **options, **given)
         return torch.stack(out.logits, 1)
 
+    taken = counted(monkeypatch)
     got = logits(both, attention_mask=(both != 0).long())
+    repeats = 10 if name != "windows" else 4 if kind != "int8" else 0  # layers; up to the window
+    repeats = 0 if kind == "static" else repeats  # whose masks are of slots
+    assert sum(each is not None for each in taken) >= 2 * repeats
     assert torch.allclose(got, torch.cat([logits(short), logits(long)]), atol=2e-5)
+
+
+@pytest.fixture
+def padded():
+    """An installed model, the cache of a padded prompt and a step, the next tokens and mask."""
+    model = MODELS["llama"]().eval()
+    hf.install(model)
+    cache, mask = hf.cache(model, "growing"), torch.ones(2, 8).long()
+    mask[0, :3] = 0
+    with torch.no_grad():
+        for ids, length in ((torch.randint(0, 50, (2, 6)), 6), (torch.tensor([[3], [4]]), 7)):
+            model(ids, past_key_values=cache, attention_mask=mask[:, :length])
+    return model, cache, torch.tensor([[3], [5]]), mask
+
+
+def nothing(cache, mask):
+    return mask
+
+
+def number_missing(cache, mask):
+    cache.layers[0].cache.buffers[1][0, :, 1] = torch.nan  # of a token that is hidden
+    return mask
+
+
+def everything_hidden(cache, mask):
+    mask[0] = 0
+    return mask
+
+
+def later_token_hidden(cache, mask):
+    mask[1, 5] = 0
+    return mask
+
+
+def no_mask(cache, mask):
+    return None
+
+
+def of_heads(cache, mask):
+    return mask[:, None, None].bool() & (torch.arange(8) != torch.arange(4)[:, None, None])
+
+
+def added(cache, mask):
+    return torch.where(mask[:, None, None] == 1, torch.arange(8) / 8.0, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "repeats"),
+    [
+        (nothing, True),
+        (later_token_hidden, True),
+        (number_missing, False),
+        (everything_hidden, False),
+        (no_mask, False),
+        (of_heads, False),
+        (added, False),
+    ],
+)
+@torch.no_grad()
+def test_a_step_under_another_mask_is_the_same_as_without_repeating(
+    change, repeats, padded, monkeypatch
+):
+    model, cache, tokens, mask = padded
+    mask = change(cache, mask)
+    twin, taken = copy.deepcopy(cache), counted(monkeypatch)
+    got = model(tokens, past_key_values=cache, attention_mask=mask).logits
+    assert any(each is not None for each in taken) == (repeats or change is number_missing)
+    repeat_none(monkeypatch)
+    expected = model(tokens, past_key_values=twin, attention_mask=mask).logits
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 class Held(torch.nn.Module):

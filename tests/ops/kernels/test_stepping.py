@@ -59,6 +59,27 @@ def test_a_step_is_attention_over_what_is_held(dtype, width, value_width, held, 
     assert out.dtype is dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("held", [1, 30, 300])
+def test_keys_are_hidden_from_rows_of_the_batch(dtype, held):
+    width, plan = 32, Plan.of(dtype, 2, 6, 3, 32, 32, biased=True)
+    q, k, v = (torch.randn(2, heads, 1, width).to(dtype) for heads in (6, 3, 3))
+    keys, values = torch.randn(2, 2, 3, 301, width).to(dtype)
+    bias = torch.zeros(2, held + 1)
+    bias[0, : held // 2 + 1] = -torch.inf
+    bias[1, held // 3] = -torch.inf
+    out = plan.run(q, k, v, keys, values, held, scale=0.3, bias=bias)
+    found = keys[:, :, : held + 1], values[:, :, : held + 1]
+    alone = [
+        reference(q[i : i + 1], *(x[i : i + 1, :, bias[i] == 0] for x in found), 0.3)
+        for i in range(2)
+    ]
+    unit = torch.finfo(dtype).eps / 2
+    largest = 0.3 * (q.double().abs().sum(-1).amax() * keys.double().abs().amax())
+    bound = 1.5 * unit if dtype is torch.bfloat16 else 2 * unit * (1 + largest)
+    assert (out.double() - torch.cat(alone)).abs().amax() <= bound * values.abs().amax()
+
+
 FORMATS = {
     "int8": {"bits": 8},
     "int4, groups of 6": {"bits": 4, "group": 6},

@@ -114,4 +114,4 @@ def record(
     call, (cos, _) = here.call, part.stored[0].tables
     run_one = LatentPlan.of(*sizes_of(call), cos.shape[1]).run
     same = settings_of(family, module), x.shape, call.dtype, held, most_keys(here, held[0].shape[2])
-    layer.step = InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)
+    layer.step = InstalledStep(*same, run_one, call.scale, SPEED.version, biased=False)

@@ -17,8 +17,19 @@ from regard.cache.quantized import Quantizing, streams_with_room
 from regard.hf.families import rotating
 from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
-from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
+from regard.masks import (
+    EVERYTHING,
+    AllOf,
+    Causal,
+    Dense,
+    Everything,
+    Mask,
+    Padding,
+    SlidingWindow,
+    Span,
+)
 from regard.ops.backends import BACKENDS
+from regard.ops.backends.common import addend, is_finite
 from regard.ops.backends.fused import LEAST_PAGE, is_readable
 from regard.ops.call import Call
 from regard.ops.choose import objection_of, seconds_of
@@ -34,8 +45,9 @@ FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stay
 # lead over torch's kernels grows with the number of keys
 _SAVED = 14  # operators that `fused` starts in a call of its own, and a step does not
 _EVICTING = EvictingCache, QuantizedEvicting  # with a budget for each key head
+_WHOLE = KVCache, StaticCache, QuantizedCache  # in whose buffers all heads hold the same tokens
 # caches whose keys stay where they are, until some are evicted
-_IN_PLACE = KVCache, StaticCache, QuantizedCache, PagedCache, CondensingCache, *_EVICTING
+_IN_PLACE = *_WHOLE, PagedCache, CondensingCache, *_EVICTING
 Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
@@ -52,6 +64,7 @@ class InstalledStep(NamedTuple):
     run_one: Callable[..., Tensor | None]  # runs the compiled code for these sizes on a cache
     scale: float  # of the scores
     version: int  # of the rates by which the step was chosen
+    biased: bool  # whether it adds -inf to the scores of keys that rows of the batch do not see
 
     def fits(self, cache: Any, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the step."""
@@ -69,14 +82,20 @@ class InstalledStep(NamedTuple):
         """The heads' outputs `[B, H, 1, Dv]` for the new token, which is appended to the cache.
 
         None, and the cache is as before, if compiled code cannot read a tensor: heads with other
-        strides or of another dtype, the model's angles, or a buffer that was changed.
+        strides or of another dtype, the model's angles, or a buffer that was changed; and if an
+        output under padding is not finite, as hidden keys may not be.
         """
         cache = given[family.cache].layers[module.layer_idx].cache
-        angles = _wide_angles(family, module, given)
-        out = self.run_one(cache, *heads, angles=angles, signed=False, scale=self.scale)
-        if out is not None:
-            cache.count(1)
-            report_backend(BACKENDS["fused"].run)
+        options = {"angles": _wide_angles(family, module, given), "signed": False}
+        if self.biased:
+            options["bias"] = _addend_of(family, module, given, cache, len(heads[0]))
+            if options["bias"] is None:
+                return None
+        out = self.run_one(cache, *heads, **options, scale=self.scale)
+        if out is None or (self.biased and not is_finite(out)):
+            return None
+        cache.count(1)
+        report_backend(BACKENDS["fused"].run)
         return out
 
 
@@ -85,6 +104,11 @@ class HeadSteps(NamedTuple):
 
     settings: tuple[Any, ...]  # of the module
     steps: tuple[InstalledStep, ...]
+
+    @property
+    def biased(self) -> bool:
+        """False: no head adds to the scores."""
+        return False
 
     def fits(self, cache: CondensingCache, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the steps."""
@@ -151,7 +175,8 @@ def step_of(layer: Any, family: Family, module: Any, x: Tensor, given: Mapping[s
         return None
     if weights_wanted(given) or not found.fits(layer.cache, x):
         return None
-    return found if _shows_all(family, module, given, layer.cache) else None
+    mask = _mask_of_token(family, module, given, layer.cache)
+    return found if (_is_of_rows(mask) if found.biased else mask is EVERYTHING) else None
 
 
 def _wide_angles(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
@@ -164,15 +189,41 @@ def _wide_angles(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
     return rotating.memoised("_wide_angles", module, lambda: (cos.float(), sin.float()), cos, sin)
 
 
-def _shows_all(family: Family, module: Any, given: Mapping[str, Any], cache: Any) -> bool:
-    """Whether the mask of a call, if it has one, shows the token all that the cache holds."""
+def _mask_of_token(
+    family: Family, module: Any, given: Mapping[str, Any], cache: Any
+) -> Mask | None:
+    """The simplest mask of a call over the tokens that the cache holds and the new one; None of
+    calls whose mask is for another slot, or adds to the scores."""
     mask, held = given.get(family.mask), cache.length
     if mask is None:
-        return True
+        return EVERYTHING
     at = visible_in(family, module, given, 1, mask.shape[-1])
     if at.bias is not None or at.span.q_start != held:
-        return False
-    return at.mask.within(Span(held, held + 1, 0, held + 1)) is EVERYTHING
+        return None
+    return at.mask.within(Span(held, held + 1, 0, held + 1))
+
+
+def _is_of_rows(mask: Mask | None) -> bool:
+    """Whether a mask of one token tells for each row of the batch which keys all heads see."""
+    if isinstance(mask, Dense):
+        return mask.keep.dim() < 3 or mask.keep.shape[-3] == 1
+    return isinstance(mask, Padding)
+
+
+def _addend_of(
+    family: Family, module: Any, given: Mapping[str, Any], cache: Any, batch: int
+) -> Tensor | None:
+    """What the mask of a call adds to the scores of its token, `[B, S]`, the same for all heads and
+    for all layers of a pass; None if a row sees no key."""
+
+    def make() -> Tensor | None:
+        mask, held = _mask_of_token(family, module, given, cache), cache.length
+        assert mask is not None
+        span = Span(held, held + 1, 0, held + 1)
+        keep = mask.dense(span, batch=batch).expand(batch, 1, 1, held + 1)[:, 0, 0]
+        return addend(keep, None, torch.float32).contiguous() if keep.any(-1).all() else None
+
+    return rotating.memoised("_addend_of_regard", module, make, given[family.mask])
 
 
 def record_step(
@@ -219,7 +270,8 @@ def _step_over(
     prepared: Prepared, cache: Any, settings: tuple[Any, ...], x: Tensor
 ) -> InstalledStep | None:
     """The step of a call over a cache; None if the next call cannot repeat it."""
-    if not is_repeatable(prepared, cache):
+    biased = type(cache) in _WHOLE and _is_of_rows(prepared.call.mask)
+    if not is_repeatable(prepared, cache, biased=biased):
         return None
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return None
@@ -230,7 +282,7 @@ def _step_over(
     room = sys.maxsize if paged else cache.length + held[0].shape[2] - _rows(cache)
     call, most = prepared.call, most_keys(prepared, room)
     same = settings, x.shape, call.dtype, held, most
-    return InstalledStep(*same, run_one=run_one, scale=call.scale, version=SPEED.version)
+    return InstalledStep(*same, run_one, call.scale, SPEED.version, biased)
 
 
 def _rows(cache: Any) -> int:
@@ -247,7 +299,7 @@ def in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] |
     codes = codes_of(streams)
     if codes is None:
         return None
-    plan: Any = Plan.of(*sizes_of(prepared.call), *codes)
+    plan: Any = Plan.of(*sizes_of(prepared.call), *codes, biased=_is_of_rows(prepared.call.mask))
     return lambda cache, q, k, v, **options: plan.run(q, k, v, *streams, _rows(cache), **options)
 
 
@@ -290,14 +342,16 @@ def sizes_of(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:
     return call.dtype, call.batch, *heads, *widths
 
 
-def is_repeatable(prepared: Prepared, cache: Any) -> bool:
-    """Whether a call has seen all that the cache holds, the next one will, too, and compiled code
-    is the quickest for both."""
+def is_repeatable(prepared: Prepared, cache: Any, *, biased: bool = False) -> bool:
+    """Whether a call has seen all that the cache holds, or with `biased` what its mask shows each
+    row, the next one will, too, and compiled code is the quickest for both."""
     call = prepared.call
     if (call.span.kv_start, call.span.kv_stop) != (0, cache.length):
         return False
     rules = {type(part) for part in _parts(call.given_mask)}
-    if call.mask is not EVERYTHING or not rules <= {Everything, Causal, SlidingWindow}:
+    if not biased and call.mask is not EVERYTHING:
+        return False
+    if not rules <= {Everything, Causal, SlidingWindow, *((Padding, Dense) if biased else ())}:
         return False
     return call.sinks is None and call.score_bias is None and is_quickest(prepared)
 

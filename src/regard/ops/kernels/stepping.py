@@ -61,12 +61,15 @@ class Plan(NamedTuple):
         value_width: int,
         keys: Codes = NUMBERS,
         values: Codes = NUMBERS,
+        *,
+        biased: bool = False,
     ) -> "Plan":
-        """The plan for tensors of these sizes, and buffers of numbers or of codes."""
+        """The plan for tensors of these sizes, and buffers of numbers or of codes; `biased` for
+        steps with a `bias`."""
         lanes, group = lanes_for(width, value_width, dtype, joined=False), heads // kv_heads
         half = dtype is torch.bfloat16 and not widens(keys, values)
         forms = [Format(each.bits, each.group) if each.bits else None for each in (keys, values)]
-        machine_code = compiled(group, width, value_width, half, False, False, lanes, *forms)
+        machine_code = compiled(group, width, value_width, half, False, biased, lanes, *forms)
         return cls(dtype, batch, heads, kv_heads, width, value_width, keys, values, *machine_code)
 
     @property
@@ -87,20 +90,24 @@ class Plan(NamedTuple):
         neighbours: bool = False,
         signed: bool = True,
         scale: float,
+        bias: Float[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B H 1 Dv"] | None:
         """Append k and v to the `length` tokens in the buffers `keys` and `values`; attend to all.
 
         q is `[B, H, 1, D]`, k and v `[B, G, 1, D]`, the buffers `[B, G, room, D]` or codes of as
         many. Queries and keys are rotated before, by `angles`; `neighbours` says whether a pair is
         two neighbouring channels, and `signed` whether the sine of a pair's first channel is
-        negative already. None, and nothing is written, if a tensor has other sizes, or does not lie
-        as the kernel reads it.
+        negative already. `bias` is added to the scores of all heads: 0, or -inf of keys that are
+        hidden; contiguous, in float32. None, and nothing is written, if a tensor has other sizes,
+        or does not lie as the kernel reads it.
         """
         dtype, b, h, g, d, dv = self[:6]
         rotation = rotation_of(angles, b, d, signed)
         at = _places(q, k, v, keys, values, length, self)
         if rotation is None or at is None:
             return None
+        assert (bias is not None) == self.tile.biased
+        added = NOWHERE if bias is None else (bias.data_ptr(), length + 1, 0, 0)
         m, threads = h // g, torch.get_num_threads()
         ranges, range_keys = self.tile.ranges(length + 1, b * g, threads)
         threads = min(threads, b * g * ranges)
@@ -112,7 +119,7 @@ class Plan(NamedTuple):
         out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
         data = PACKED.pack(
             b, g, m, length + 1, rotated, h * d, m * d, d, *at[3], *at[4], *at[5], *at[6],
-            *NOWHERE, *NO_LATENTS, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys,
+            *NOWHERE, *NO_LATENTS, *added, out.data_ptr(), lse, *places, ranges, range_keys,
             scale * LOG2E,
         )  # fmt: skip
         launch(self.address, data, threads)

@@ -105,7 +105,6 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("linear_layers.py --rounds 1 --tokens 1 32 --dtypes bfloat16", marks=SLOW),
         pytest.param("memory.py --length 64 --kinds causal", marks=SLOW),
         pytest.param("padded_rows.py --rounds 1 --context 16", marks=SLOW),
-        pytest.param("padded_rows.py --rounds 1 --context 16", marks=SLOW),
         pytest.param("prefill.py --rounds 1 --lengths 33", marks=SLOW),
         "small_calls.py --rounds 1 --sizes 64 --length 3",
         pytest.param("other_kernels.py --rounds 1 --keys 64 --tokens 32", marks=SLOW),

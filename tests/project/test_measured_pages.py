@@ -158,6 +158,23 @@ def test_what_formats_lose_is_shown_as_it_was_measured(page, heading):
             assert same == f"{row['top1']:.3f}"
 
 
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [
+        ("docs/choosing.md", "Beside the caches of other engines"),
+        ("docs/zh/choosing.md", "与其他引擎的缓存相比"),
+    ],
+)
+def test_caches_of_engines_are_shown_as_they_were_measured(page, heading):
+    results = json.loads((ROOT / "docs/engine-caches.json").read_text())["results"]
+    measured = [
+        "{value:.3f} ({low:.3f}-{high:.3f})".format(**each["ratio"])
+        for each in results
+        if each["ratio"]["low"] != each["ratio"]["high"]  # not the cache of numbers
+    ]
+    assert [row[-1] for row in rows_under(page, heading)] == measured
+
+
 def test_pages_are_shown_as_they_were_measured():
     results = json.loads((ROOT / "docs/pages.json").read_text())["results"]
     found = [(each["case"], target) for each in results for target in each["targets"]]

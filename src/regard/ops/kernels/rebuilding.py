@@ -20,8 +20,8 @@ def turn_weights(e, tile, weights, target):
     """target[r, :width] = weights[:, r], for every number or pair r of a latent."""
     if not tile.k.rebuilt:
         return
-    b, whole, half = e.builder, tile.words >= e.lanes, tile.k.bits < 32 and not tile.k.pairs
-    assert whole, "`Format.pairs` needs a vector of pairs"
+    assert tile.words >= e.lanes, "a latent has a whole vector of numbers, or of pairs"
+    b, half = e.builder, tile.widens
     with (
         e.loop(INT64(tile.width // e.lanes)) as c,
         e.loop(INT64(-(-tile.words // e.lanes))) as step,

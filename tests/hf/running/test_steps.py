@@ -446,8 +446,16 @@ def counted(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("name", ["llama", "windows", "learned positions"])
-@pytest.mark.parametrize("kind", ["growing", "static", "int8"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            name, kind, marks=pytest.mark.long if name != "llama" and kind != "growing" else ()
+        )
+        for name in ("llama", "windows", "learned positions")
+        for kind in ("growing", "static", "int8")
+    ],
+)
 def test_left_padded_rows_are_decoded_as_each_alone(name, kind, monkeypatch):
     model = MODELS[name]().eval()
     model.generation_config.pad_token_id = 0

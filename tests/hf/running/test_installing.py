@@ -488,3 +488,18 @@ def test_autocast_runs_models_whose_norms_are_in_float32(family, way, cached):
         ours = model(ids, use_cache=cached).logits
     assert ours.dtype == own.dtype
     assert (ours - exact).abs().max() <= 2 * (own - exact).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@torch.no_grad()
+def test_autocast_runs_models_of_other_dtypes(dtype):
+    """Their angles are neither float32 nor of the dtype that is cast to."""
+    model, ids = tiny("llama").to(dtype), tokens(2, 9)
+    exact = model.double()(ids).logits
+    model.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = model(ids).logits
+        regard.hf.install(model)
+        ours = model(ids).logits
+    assert ours.dtype == own.dtype
+    assert (ours - exact).abs().max() <= 2 * (own - exact).abs().max()

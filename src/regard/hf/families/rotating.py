@@ -27,9 +27,9 @@ def halves(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
 
 def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[B, 1, L, n]`, the first half of the sines negative: the factor of the
-    channels rolled by n/2."""
-    first, second = sin.chunk(2, dim=-1)
-    return cos.unsqueeze(1), torch.cat([-first, second], dim=-1).unsqueeze(1)
+    channels rolled by n/2. Under autocast `torch.cat` refuses dtypes that are not its own."""
+    second = torch.arange(sin.shape[-1], device=sin.device) >= sin.shape[-1] // 2
+    return cos.unsqueeze(1), torch.where(second, sin, -sin).unsqueeze(1)
 
 
 def memoised(name: str, module: Any, make: Callable[[], T], *of: Tensor) -> T:

@@ -25,11 +25,11 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops/kernels": (
         2900,
         4667,
-    ),  # with chains of linear layers, 557 lines, which are not attention; steps over pages
+    ),  # with chains of linear layers, 557 lines, which are not attention; steps over pages;
+    # keys of latents by products of bfloat16 pairs, with weights read as they are stored, 64
     # decoder layers as compiled code, 268 lines; arguments checked first; `condense`, 105; steps
     # over heads of different tokens and up to an eviction, 74, which halve what such a step loses;
     # steps in bfloat16, and which processor has quick products in which dtype, 20;
-    # keys of latents by products of bfloat16 pairs, with weights read as they are stored, 64
     # positions of a pass converted once; features of a processor by the names of LLVM
     # steps of padded rows repeated, 54 lines: they took twice as long as others
     "hf": (4800, 8153),

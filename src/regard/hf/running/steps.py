@@ -213,8 +213,8 @@ def _is_of_rows(mask: Mask | None) -> bool:
 def _addend_of(
     family: Family, module: Any, given: Mapping[str, Any], cache: Any, batch: int
 ) -> Tensor | None:
-    """What the mask of a call adds to the scores of its token, `[B, S]`, the same for all heads and
-    for all layers of a pass; None if a row sees no key."""
+    """The numbers `[B, S]` that a call's mask adds to the scores of its token, the same for all
+    heads and for all layers of a pass; None if a row sees no key."""
 
     def make() -> Tensor | None:
         mask, held = _mask_of_token(family, module, given, cache), cache.length
@@ -343,8 +343,8 @@ def sizes_of(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:
 
 
 def is_repeatable(prepared: Prepared, cache: Any, *, biased: bool = False) -> bool:
-    """Whether a call has seen all that the cache holds, or with `biased` what its mask shows each
-    row, the next one will, too, and compiled code is the quickest for both."""
+    """Whether a call has seen all that the cache holds, or with `biased` the keys that its mask
+    shows to each row, the next one will, too, and compiled code is the quickest for both."""
     call = prepared.call
     if (call.span.kv_start, call.span.kv_stop) != (0, cache.length):
         return False

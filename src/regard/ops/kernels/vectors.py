@@ -27,7 +27,7 @@ Kind = Any  # an ir.Type
 Words = Iterator[tuple[int, Value]]  # a channel, and the vector that begins with it
 
 
-# ---- the processor that numba compiles for: `NUMBA_CPU_NAME` may choose another than this one ----
+# ---- the processor that numba compiles for: `NUMBA_CPU_FEATURES` may leave out some of its own ----
 
 
 @functools.cache

@@ -27,7 +27,7 @@ Kind = Any  # an ir.Type
 Words = Iterator[tuple[int, Value]]  # a channel, and the vector that begins with it
 
 
-# ---- the processor that numba compiles for: `NUMBA_CPU_FEATURES` may leave out some of its own ----
+# ---- the processor that numba compiles for: `NUMBA_CPU_FEATURES` may leave out some of it --------
 
 
 @functools.cache

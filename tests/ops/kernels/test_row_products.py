@@ -6,8 +6,10 @@ import torch
 pytest.importorskip("numba")
 
 from regard.matrices import MOST_ROWS
+from regard.ops.kernels import chaining
 from regard.ops.kernels.chaining import Gate, Matrix, Norm, Product, prepare
 from regard.ops.kernels.row_products import GELU, GELU_TANH, SILU
+from regard.ops.kernels.threads import launch
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -115,3 +117,15 @@ def test_a_row_of_a_chain_has_the_same_bits_in_any_company_and_on_any_threads(th
                 assert chain.run(heads[:rows], x[:rows])[0].equal(alone[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_the_threads_that_run_take_the_shares_of_those_that_do_not(threads, monkeypatch):
+    layer = Layer(torch.float32, width=576, inner=1040)
+    chain, (heads, x) = layer.prepared(), layer.rows(2)
+    assert chain.tasks > threads
+    wanted = chain.run(heads, x)[0]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(chaining, "launch", lambda address, data, _: launch(address, data, 1))
+    chain.run(*layer.rows(2))  # so that memory holds other results until they are computed
+    assert chain.run(heads, x)[0].equal(wanted)

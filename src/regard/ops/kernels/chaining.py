@@ -25,7 +25,6 @@ TASK = 1 << 16  # bytes of weights of a task, at most
 LEAST = 1 << 13  # and at least: to take a task costs a hundredth of the time to read as many
 TASKS = 12  # of a product, if they have `LEAST` bytes: so a slow core takes fewer, and threads end
 # at about the same time
-COUNTERS = -(-8 * (1 + 2 * MOST_STAGES) // LINE) * LINE  # bytes
 NOWHERE = (0,) * MOST_PLACES
 NO_MORE = bytes((MOST_STAGES - 1) * PACKED_STAGE.size)
 
@@ -104,15 +103,16 @@ class PreparedChain(NamedTuple):
         threads = min(self.tasks, torch.get_num_threads())
         rows_at = LINE + -(-4 * self.gates * rows // LINE) * LINE
         scratch = rows_at + 4 * rows * self.widest
-        begin = COUNTERS + threads * scratch
+        counters = counter_bytes(self.length, threads)
+        begin = counters + threads * scratch
         space = workspace(begin + 4 * rows * sum(self.between))
-        ctypes.memset(space, 0, COUNTERS)
+        ctypes.memset(space, 0, counters)
         places, at = [0, *(x.data_ptr() for x in inputs + outputs)], space + begin
         for width in self.between:
             places.append(at)
             at += 4 * rows * width
         data = PACKED.pack(
-            self.length, rows, space, space + COUNTERS, scratch, rows_at,
+            self.length, rows, threads, space, space + counters, scratch, rows_at,
             *places, *NOWHERE[len(places) :],
         )  # fmt: skip
         launch(self.address, data + self.stages, threads)
@@ -200,9 +200,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
     block = block_of(outputs, width * strip.item)
     threads = min(-(-outputs // block), torch.get_num_threads())
     out, scratch = x.new_empty((*sizes[:-1], outputs)), LINE + 4 * rows * width
-    space = workspace(COUNTERS + threads * scratch)
-    ctypes.memset(space, 0, COUNTERS)
-    data = PACKED.pack(1, rows, space, space + COUNTERS, scratch, LINE, 0, x.data_ptr(),
+    counters = counter_bytes(1, threads)
+    space = workspace(counters + threads * scratch)
+    ctypes.memset(space, 0, counters)
+    data = PACKED.pack(1, rows, threads, space, space + counters, scratch, LINE, 0, x.data_ptr(),
                        out.data_ptr(), *NOWHERE[3:])  # fmt: skip
     bias_at = 0 if bias is None else bias.data_ptr()
     stage = PACKED_STAGE.pack(outputs, width, 1, False, 0, 0.0, 0.0, weight.data_ptr(), bias_at,
@@ -225,6 +226,11 @@ def strip_for(widths: frozenset[int], dtype: torch.dtype) -> Strip | None:
 def address_of(strip: Strip) -> int:
     """The address of the kernel's machine code."""
     return int(kernel(strip).address)
+
+
+def counter_bytes(stages: int, threads: int) -> int:
+    """Of the counters of a call, a cache line for each."""
+    return LINE * (1 + stages * (1 + threads))
 
 
 @functools.cache

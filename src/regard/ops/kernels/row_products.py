@@ -4,9 +4,10 @@ each weight is read once for all rows.
     x [rows, width]      weight [outputs, width]       out [rows, outputs]
 
 One row of the weight after the other is multiplied by up to four rows of x, whose sums are in
-registers: memory is read as one stream, which is quicker than several. A task is some outputs, and
-threads take tasks until none is left. A dot product adds its terms in the same order whatever the
-number of rows, tasks and threads: a row has the same bits in each.
+registers: memory is read as one stream, which is quicker than several. A task is some outputs. Each
+thread has a share of the tasks that lie side by side, and then takes what is left of the others'. A
+dot product adds its terms in the same order whatever the number of rows, tasks and threads: a row
+has the same bits in each.
 
 One call runs a chain of products. A product may norm its rows first (RMSNorm, arXiv:1910.07467), be
 gated by the activation of another one (arXiv:2002.05202), and be added to other rows. It may wait
@@ -82,8 +83,9 @@ class Chain(NamedTuple):
 
     stages: int  # products of the chain
     rows: int
-    counters: int  # address of int64 counters: of threads, and for each product of tasks begun and
-    # of tasks finished
+    threads: int  # that run the call
+    counters: int  # address of int64 counters, a cache line for each: of threads; for each product
+    # of tasks finished, and of those begun of each thread's share
     scratch: int  # address of the threads' scratch
     scratch_bytes: int  # of a thread: a line of sums, the gates of a task, the rows in float32
     rows_at: int  # bytes of the scratch before the rows
@@ -109,18 +111,16 @@ def kernel(strip: Strip) -> Any:
 
     def chain(data):
         call = carray(data, 1)[0]
-        sums = call.scratch + next_number(call.counters) * call.scratch_bytes
+        thread, of_stage = next_number(call.counters), LINE * (1 + call.threads)
+        sums = call.scratch + thread * call.scratch_bytes
         for s in range(call.stages):
-            stage, begun = call.each[s], call.counters + 8 + 16 * s
+            stage, finished = call.each[s], call.counters + LINE + s * of_stage
             if stage.awaited != 0:
-                wait_for(begun - 8, stage.awaited)
+                wait_for(finished - of_stage, stage.awaited)
             rows = rows_as_floats(strip, call, stage, sums + call.rows_at)
-            while True:
-                start = next_number(begun) * stage.block
-                if start >= stage.outputs:
-                    break
-                multiply_task(strip, call, stage, rows, start, sums)
-                next_number(begun + 8)
+            for turn in range(call.threads):
+                share = (thread + turn) % call.threads
+                multiply_share(strip, call, stage, rows, share, finished, sums)
 
     return compiled_from(chain, SIGNATURE, appending, encoding, intrinsics, vectors)
 
@@ -152,6 +152,21 @@ def rows_as_floats(strip, call, stage, target):
             factor = np.float32(1) / np.float32(math.sqrt(mean + np.float32(stage.eps)))
             scale(strip, row, width, factor, stage.norm, np.float32(stage.shift))
     return target
+
+
+@part
+@no_type_check
+def multiply_share(strip, call, stage, rows, share, finished, sums):
+    """The tasks of a thread's share that are left, one after the other."""
+    tasks = (stage.outputs + stage.block - 1) // stage.block
+    each = (tasks + call.threads - 1) // call.threads
+    first, begun = share * each, finished + LINE * (1 + share)
+    count = min(each, tasks - first)
+    while current_number(begun) < count:
+        taken = next_number(begun)
+        if taken < count:
+            multiply_task(strip, call, stage, rows, (first + taken) * stage.block, sums)
+            next_number(finished)
 
 
 @part

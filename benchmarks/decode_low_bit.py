@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import Cold, Store, card, finish, interleave, quartiles, read_bandwidth, summary
+from common import (
+    Cold,
+    Store,
+    card,
+    finish,
+    interleave,
+    product_rate,
+    quartiles,
+    read_bandwidth,
+    summary,
+)
 from torch import Tensor
 
 from regard import Causal, Part, Span, prepare
@@ -162,7 +172,19 @@ def sdpa(shape: Shape, keys: int, store: Store) -> Any:
     return run
 
 
-def case(shape: Shape, keys: int, threads: int, rounds: int, bandwidth: float) -> dict[str, object]:
+def flops_of(shape: Shape, keys: int) -> int:
+    """Floating-point operations of the products of a step."""
+    return 2 * shape.heads * keys * (shape.width + shape.values)
+
+
+class Rates(NamedTuple):
+    """Of the machine, with so many threads."""
+
+    bandwidth: float  # bytes a second
+    products: float  # floating-point operations a second, of float32 products
+
+
+def case(shape: Shape, keys: int, threads: int, rounds: int, rates: Rates) -> dict[str, object]:
     store = Store()
     variants = {str(each): step(shape, each, keys, store) for each in VARIANTS}
     variants["sdpa, float32"] = sdpa(shape, keys, store)
@@ -179,10 +201,12 @@ def case(shape: Shape, keys: int, threads: int, rounds: int, bandwidth: float) -
     read = {}
     for each in VARIANTS:
         seconds = rows[str(each)]["ms"] / 1e3
-        read[str(each)] = nbytes_of(shape, each, keys) / seconds / bandwidth
+        read[str(each)] = nbytes_of(shape, each, keys) / seconds / rates.bandwidth
     shares = ", ".join(f"{stored} {share:.0%}" for stored, share in read.items())
     print(f"  of the measured read bandwidth: {shares}")
-    about = {"shape": shape.name, "keys": keys, "threads": threads}
+    products = 1e3 * flops_of(shape, keys) / rates.products / rows[BASE]["ms"]
+    print(f"  products in float32 alone would take {products:.2f} of the time of {BASE}")
+    about = {"shape": shape.name, "keys": keys, "threads": threads, "products": products}
     return {**about, "targets": found, "of_bandwidth": read, "rows": rows}
 
 
@@ -197,11 +221,12 @@ def main() -> None:
     results = []
     for threads in options.threads:
         torch.set_num_threads(threads)
-        bandwidth = read_bandwidth()
-        print(f"\n{threads} threads, {bandwidth / 1e9:.1f} GB/s read")
+        rates = Rates(read_bandwidth(), product_rate(torch.float32))
+        read, products = (rate / 1e9 for rate in rates)
+        print(f"\n{threads} threads, {read:.1f} GB/s read, {products:.0f} GFLOP/s in float32")
         for shape in (GQA, MLA):
             for keys in options.keys:
-                results.append(case(shape, keys, threads, options.rounds, bandwidth))
+                results.append(case(shape, keys, threads, options.rounds, rates))
     finish("decode_low_bit", results)
 
 

@@ -94,13 +94,10 @@ class Mask:
             return self  # the program must hold for every length: none is compared with numbers
         some, every, _ = self.runs(span.first_query, span.last_query)
         start, stop = span.kv_start, span.kv_stop
-        for low, high in every:
-            if low <= start and (high is FAR or stop <= high):
-                return EVERYTHING
-        for low, high in some:
-            if low < stop and (high is FAR or start < high):
-                return self
-        return NOTHING
+        if any(low <= start and (high is FAR or stop <= high) for low, high in every):
+            return EVERYTHING
+        visible = any(low < stop and (high is FAR or start < high) for low, high in some)
+        return self if visible else NOTHING
 
     def reach(self, span: Span) -> Reach:
         """The lowest and highest key slot that any query of `span` may attend to.
@@ -137,17 +134,22 @@ class Mask:
         kv = torch.arange(span.kv_start, span.kv_stop, device=device)
         visible = self(b, h, q, kv)
         visible = visible.unsqueeze(0) if visible.dim() == 3 else visible
-        leading = visible.shape[:-2] if visible.dim() >= 2 else ()
-        return visible.expand(*leading, span.num_queries, span.num_keys)
+        return visible.expand(*visible.shape[:-2], span.num_queries, span.num_keys)
 
     def explain(self, b: int, h: int, q: int, k: int) -> str:
         """In one sentence, whether query `q` may attend to key `k`, and which rule decides it.
+
+        Raises:
+            ValueError: if the rule's data has no batch row `b` or head `h`.
 
         Examples:
             >>> from regard.masks import Causal, SlidingWindow
             >>> (Causal() & SlidingWindow(3)).explain(0, 0, 1, 3)
             'query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)'
         """
+        for name, size, given in (("b", self.batch, b), ("h", self.heads, h)):
+            if size and size > 1 and given not in range(size):
+                raise ValueError(f"{self!r} has {size} of {name}, from 0 on; got {name}={given}")
         may = "may" if self._allows(b, h, q, k) else "may not"
         return f"query {q} {may} attend to key {k}: {self._reason(b, h, q, k)}"
 

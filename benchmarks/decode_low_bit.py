@@ -1,6 +1,7 @@
 """How much faster is decoding from codes than from the values? One step each, keys cold.
 
 python benchmarks/decode_low_bit.py
+python benchmarks/decode_low_bit.py --warm --keys 3008
 
 Keys and values are float32, bfloat16, or codes, each in bits of their own (K8V4: 8 and 4), in one
 tensor for each, or in pages of 64 tokens: one page after another, or shuffled.
@@ -8,6 +9,8 @@ tensor for each, or in pages of 64 tokens: one page after another, or shuffled.
 Targets, as a ratio of time to regard's own float32: K8V8 0.45 for 32 heads on 8, and 0.6 for
 absorbed MLA. Besides, 32 heads on 8: K8V8 takes at most 0.8 of the time of bfloat16, and K4V4 no
 more than K8V8; shuffled pages take at most 1.1 of the time of one tensor. For 1 and for 2 threads.
+
+With `--warm` the keys stay in the processor's caches, where codes save no time that memory takes.
 """
 
 import argparse
@@ -49,8 +52,10 @@ class Shape(NamedTuple):
     width: int
     values: int
     joined: bool = False
+    warm: bool = False  # whether the keys stay in the processor's caches
 
 
+WARM = Shape("6 heads, in the processor's caches", 6, 6, 96, 96, warm=True)
 GQA = Shape("32 heads on 8", 32, 8, 128, 128)
 MLA = Shape("absorbed MLA, 16 heads", 16, 1, 576, 512, joined=True)
 
@@ -114,7 +119,7 @@ def streams_of(shape: Shape, variant: Variant, keys: int, store: Store) -> list[
 
 def parts_of(shape: Shape, variant: Variant, keys: int, store: Store) -> Cold:
     """What a cache returns for so many tokens, in copies that are together too large to stay in the
-    processor's caches."""
+    processor's caches; one copy of a shape whose keys stay there."""
     streams = streams_of(shape, variant, keys, store)
     order = (
         torch.arange(keys // PAGE) if variant.pages == ORDERS[0] else torch.randperm(keys // PAGE)
@@ -132,7 +137,10 @@ def parts_of(shape: Shape, variant: Variant, keys: int, store: Store) -> Cold:
             return Part(0, keys, Streams(paged))
         return Part(0, keys, tuple(copies) if variant.is_floating else Streams(copies))
 
-    return Cold(copy, nbytes_of(shape, variant, keys))
+    found = Cold(copy, nbytes_of(shape, variant, keys))
+    if shape.warm:
+        del found.buffers[1:]
+    return found
 
 
 def nbytes_of(shape: Shape, variant: Variant, keys: int) -> int:
@@ -215,6 +223,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--keys", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
+    parser.add_argument("--warm", action="store_true", help="keys in the processor's caches")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
@@ -224,7 +233,7 @@ def main() -> None:
         rates = Rates(read_bandwidth(), product_rate(torch.float32))
         read, products = (rate / 1e9 for rate in rates)
         print(f"\n{threads} threads, {read:.1f} GB/s read, {products:.0f} GFLOP/s in float32")
-        for shape in (GQA, MLA):
+        for shape in (WARM,) if options.warm else (GQA, MLA):
             for keys in options.keys:
                 results.append(case(shape, keys, threads, options.rounds, rates))
     finish("decode_low_bit", results)

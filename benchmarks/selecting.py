@@ -2,7 +2,7 @@
 
     python benchmarks/selecting.py
     python benchmarks/selecting.py --tokens 65536 --pages 0.0625 --format K8V4
-    python benchmarks/selecting.py --corpora texts
+    python benchmarks/selecting.py --corpora texts --page-size 16
 
 One layer's attention, without projections: `PagedCache` and `SelectingCache` over equal pages. The
 keys are random, which changes no time. With `--threads 1` the clock is the process's own, which
@@ -71,12 +71,13 @@ def losses(model, cache, tokens):
     return torch.stack(found).view(-1, PIECE)
 
 
-def lost(folder, pages, stored):
+def lost(folder, pages, page_size, stored):
     """The loss with some pages beside that with all, text by text."""
     model, tokenizer = load(fetch_smollm2())
 
     def all_pages():
-        return PagedCache(PagePool(128 + 8, page_size=64, format=stored))
+        num_pages = (READ + PREDICTED) // page_size + 8
+        return PagedCache(PagePool(num_pages, page_size=page_size, format=stored))
 
     caches = all_pages, lambda: SelectingCache(all_pages(), pages)
     found = [[], []]
@@ -97,16 +98,18 @@ def main():
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--pages", type=float, default=0.125)
+    parser.add_argument("--page-size", type=int, default=64, help="tokens of a page")
     parser.add_argument("--format", default="plain")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--corpora", type=Path, help="measure the loss on texts of corpora.py")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    settings = {name: getattr(given, name) for name in ("pages", "page_size", "format")}
     if given.corpora is not None:
-        ratio = lost(given.corpora, given.pages, given.format)
+        ratio = lost(given.corpora, given.pages, given.page_size, given.format)
         print(f"all texts: {ratio.value:.4f} ({ratio.low:.4f}-{ratio.high:.4f})")
-        print(json.dumps({"pages": given.pages, "format": given.format, "loss": asdict(ratio)}))
+        print(json.dumps({**settings, "loss": asdict(ratio)}))
         return
     found = []
     for tokens in given.tokens:
@@ -117,7 +120,8 @@ def main():
         new = tuple(x[:, :, :1].clone() for x in streams)
         runs = {}
         for name in ("full", "selected"):
-            pool = PagePool(tokens // 64 + 8, page_size=64, format=given.format)
+            num_pages = tokens // given.page_size + 8
+            pool = PagePool(num_pages, page_size=given.page_size, format=given.format)
             cache = PagedCache(pool)
             cache = cache if name == "full" else SelectingCache(cache, given.pages)
             runs[name] = stepper(filled(cache, streams), q, new)
@@ -131,7 +135,7 @@ def main():
         found.append(row)
         full, selected = f"{row['full']:.2f} ms", f"{row['selected']:.2f} ms"
         print(f"{tokens:,} tokens: full {full}, selected {selected}, {ratio}")
-    print(json.dumps({"pages": given.pages, "format": given.format, "rows": found}))
+    print(json.dumps({**settings, "rows": found}))
 
 
 if __name__ == "__main__":

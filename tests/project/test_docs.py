@@ -97,6 +97,7 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("absorbing.py --rounds 1 --tokens 2 --keys 4", marks=SLOW),
         pytest.param("decode_gqa.py --rounds 1 --keys 64", marks=SLOW),
         pytest.param("decode_low_bit.py --rounds 1 --keys 64 --threads 1", marks=SLOW),
+        pytest.param("decode_low_bit.py --rounds 1 --keys 64 --threads 1 --warm", marks=SLOW),
         pytest.param("decode_mla.py --rounds 1 --past 16", marks=SLOW),
         pytest.param("distributed.py --small --rounds 1 --bytes 4096", marks=SLOW),
         pytest.param("masks.py --rounds 1 --length 300", marks=SLOW),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor
 
 from layers import LAYERS, make
 from regard import NO_CACHE, Attention, Causal, KVCache, Padding, SlidingWindow
@@ -18,6 +19,7 @@ X = torch.randn(2, 3, 8)
         ([1.0], TypeError, r"x is a tensor \[B, L, 8\], got list"),
         (X[0], ValueError, r"x is \[B, L, 8\], got shape \(3, 8\); add or flatten axes"),
         (X.to_sparse(), ValueError, r"give x.to_dense\(\)"),
+        (nested_tensor([*X], layout=torch.jagged), ValueError, r"Padding.from_lengths\(lengths\)"),
         (X[..., :7], ValueError, r"x is 8 wide, got 7 .*is it the output of another layer"),
         (X.double(), ValueError, r"x is torch.float64, the layer's weights are torch.float32"),
         (X.to("meta"), ValueError, "x is on meta, the layer on cpu; move one of them"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nested import nested_tensor
 
 from regard import Alibi, Causal, Dense, Padding, RelativeBias, attend
 from regard.ops.check import check_mask, check_options, check_sinks, check_tensors, divisors
@@ -27,6 +28,7 @@ def test_divisors_are_in_order():
         (Q[..., :7], Q, ValueError, "one head dim, got 8 and 7; only v may differ"),
         (Q[:, :3], Q[:, :3], ValueError, r"4 heads of q .* 3 of k and v; .*\[1, 2, 4\]"),
         (Q.to_sparse(), Q, ValueError, r"give k.to_dense\(\)"),
+        (nested_tensor([*Q], layout=torch.jagged), Q, ValueError, r"to_padded_tensor\(k, 0.0\)"),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(unchecked, k, v, error, message):

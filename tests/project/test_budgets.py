@@ -19,7 +19,8 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "cache -paging": (2400, 2416),
     # checksums of weights on a GPU; ranges that a step reads; numbers in containers, as of PEFT
     "cache/paging": (2600, 3435),
-    "ops -backends -kernels": (3200, 3656),  # masks as segments; keys of latents; graphs of eager
+    "ops -backends -kernels": (3200, 3667),  # masks as segments; keys of latents; graphs of eager;
+    # nested tensors are told how to become dense
     # two for GPUs, `flash` and `latents`; copies in the layout of the keys
     "ops/backends": (1700, 2139),
     "ops/kernels": (

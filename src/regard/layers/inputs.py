@@ -15,7 +15,7 @@ from regard.masks import EVERYTHING, Mask, Span
 from regard.matrices import product_objection
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
-from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
+from regard.ops.check import check_decodable, check_mask, refuse_jit_trace, refuse_layout
 from regard.rope import Rope
 from regard.tracing import is_autocast, is_concrete, is_transformed
 
@@ -131,6 +131,8 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
         refuse_jit_trace()
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        refuse_layout(name, x)
     if x.dim() != 3:
         raise ValueError(
             f"{name} is [B, L, {width}], got shape {tuple(x.shape)}; "
@@ -141,8 +143,6 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is {width} wide, got {x.shape[2]} (shape {tuple(x.shape)}); "
             "is it the output of another layer, or transposed?"
         )
-    if x.layout is not torch.strided:
-        raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
     weight = projection._parameters.get("weight")
     if weight is None or (weight.dtype == x.dtype and weight.device == x.device):
         return

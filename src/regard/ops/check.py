@@ -2,6 +2,7 @@
 
 from functools import reduce
 from operator import and_
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ def refuse_jit_trace() -> None:
         )
 
 
+def refuse_layout(name: str, x: Tensor) -> NoReturn:
+    """Refuse a tensor that is sparse or nested, and say how to make a dense one of it."""
+    dense, got = f"{name}.to_dense()", str(x.layout)
+    if x.is_nested:
+        dense, got = f"torch.nested.to_padded_tensor({name}, 0.0)", "a nested one"
+        dense += " and mask=Padding.from_lengths(lengths)"
+    raise ValueError(f"{name} is a dense tensor, got {got}; give {dense}")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse queries, keys and values whose shapes, dtypes or devices do not fit."""
     refuse_jit_trace()
@@ -51,6 +61,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a tensor [B, heads, length, width], got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            refuse_layout(name, x)
         if x.dim() != 4:
             raise ValueError(
                 f"{name} is [B, heads, length, width], got shape {tuple(x.shape)}; "
@@ -60,8 +72,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} is floating point, got {x.dtype}; cast it first")
         if x.itemsize < 2:
             raise ValueError(f"{name} has 16 bits a number or more, got {x.dtype}; cast it first")
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them")
     if not q.device == k.device == v.device:

@@ -276,7 +276,7 @@ class SelectingCache(Stored, Sparse):
         assert self._bounds is not None
         stop = self._all_pages
         shares = self._bounds.between(FIRST, stop - LAST).highest(q)
-        best = shares.topk(count - FIRST - LAST, -1).indices + FIRST
+        best = shares.topk(count - FIRST - LAST, -1, sorted=False).indices + FIRST
         always = torch.tensor([*range(FIRST), *range(stop - LAST, stop)], device=best.device)
         return torch.cat([best, always.expand(*best.shape[:2], -1)], 2).sort(-1).values
 
@@ -287,7 +287,7 @@ class SelectingCache(Stored, Sparse):
         call, size = prepared.call, self.cache.memory.page_size
         batch, heads = chosen.shape[:2]
         rule = call.given_mask.within(call.given_span)
-        folded = q.unflatten(1, (heads, -1)).flatten(0, 1)
+        folded = q.reshape(batch * heads, -1, *q.shape[2:])
         if sinks is not None:
             sinks = sinks.unflatten(0, (heads, -1))
         found = []
@@ -303,7 +303,7 @@ class SelectingCache(Stored, Sparse):
             lse = sinks.float()[None, :, :, None].expand(batch, -1, -1, -1).flatten(0, 1)
             found.append(Partial(torch.zeros_like(lse).unsqueeze(-1), lse))
         out = merge(*found).out if len(found) > 1 else found[0].out
-        return out.to(call.dtype).unflatten(0, (batch, heads)).flatten(1, 2)
+        return out.to(call.dtype).reshape(*q.shape[:3], -1)
 
     def _mask_of(self, rule: Mask, pages: Tensor, length: int, group: int) -> Mask:
         """The mask of the tokens of some pages."""

@@ -67,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the cache")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     options = parser.parse_args()
     introduce("numba", "transformers")
@@ -74,7 +75,7 @@ def main() -> None:
     results = []
     for context in options.contexts:
         steps, operations = {"as shipped": stepping(copy.deepcopy(model), context)}, {}
-        for share in SHARES:
+        for share in options.shares:
             changed, operations[f"joint latent, {share:.0%}"] = with_latents(model, share)
             steps[f"joint latent, {share:.0%}"] = stepping(changed, context)
         times = interleave(steps, rounds=options.rounds)

@@ -112,8 +112,8 @@ def test_explanations_name_the_rules_that_decide():
 @pytest.mark.parametrize(("b", "h"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
 def test_explain_refuses_rows_and_heads_without_data(b, h):
     mask = Causal() & Dense(torch.ones(2, 3, 4, 4, dtype=torch.bool))
-    name, size = ("b", 2) if h == 0 else ("h", 3)
-    with pytest.raises(ValueError, match=rf"has {size} of {name}, from 0 on; got {name}="):
+    name, last, given = ("b", 1, b) if h == 0 else ("h", 2, h)
+    with pytest.raises(ValueError, match=rf"^{name} is 0 to {last} in .*Dense.*, got {given}$"):
         mask.explain(b, h, 1, 1)
     assert Causal().explain(9, 9, 1, 1).endswith("Causal() allows it")
     assert Dense(torch.ones(1, 1, 4, 4, dtype=torch.bool)).explain(9, 9, 1, 1)

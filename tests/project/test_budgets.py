@@ -15,12 +15,12 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "layers -forms": (1600, 2083),  # queries scaled by position; forms of a joint latent; contexts
     "layers/forms": (900, 900),  # layers of newer models, made of the functions of `layers`
     "rope": (850, 865),  # numbers that may be left out, apart from those that may not
-    "masks": (2000, 2003),  # `explain` refuses rows and heads that the mask has no data for
+    "masks": (2000, 2000),
     "cache -paging": (2400, 2416),
     # checksums of weights on a GPU; ranges that a step reads; numbers in containers, as of PEFT
     "cache/paging": (2600, 3435),
     "ops -backends -kernels": (3200, 3667),  # masks as segments; keys of latents; graphs of eager;
-    # nested tensors are told how to become dense
+    # the way out for nested tensors
     # two for GPUs, `flash` and `latents`; copies in the layout of the keys
     "ops/backends": (1700, 2139),
     "ops/kernels": (
@@ -31,8 +31,8 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     # decoder layers as compiled code, 268 lines; arguments checked first; `condense`, 105; steps
     # over heads of different tokens and up to an eviction, 74, which halve what such a step loses;
     # steps in bfloat16, and which processor has quick products in which dtype, 20;
-    # positions of a pass converted once; features of a processor by the names of LLVM
-    # shares of threads that lie side by side in memory, 21
+    # positions of a pass converted once; features of a processor by the names of LLVM;
+    # shares of threads that lie side by side in memory, 21;
     # steps of padded rows repeated, 54 lines: they took twice as long as others
     "hf": (4800, 8153),
     # with the refining of layers, 78 lines, and `reactions`, 75; text is checked before any work,

@@ -26,8 +26,8 @@ class Mask:
     (`__call__`), and which runs of keys are visible to a run of queries (`runs`). All else follows.
 
     Examples:
-        >>> from regard.masks import Causal
-        >>> Causal().explain(b=0, h=0, q=1, k=2)
+        >>> from regard.masks import Causal, SlidingWindow
+        >>> (Causal() & SlidingWindow(3)).explain(b=0, h=0, q=1, k=2)
         'query 1 may not attend to key 2: Causal() hides keys after the query (2 > 1)'
     """
 
@@ -141,15 +141,10 @@ class Mask:
 
         Raises:
             ValueError: if the rule's data has no batch row `b` or head `h`.
-
-        Examples:
-            >>> from regard.masks import Causal, SlidingWindow
-            >>> (Causal() & SlidingWindow(3)).explain(0, 0, 1, 3)
-            'query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)'
         """
         for name, size, given in (("b", self.batch, b), ("h", self.heads, h)):
             if size and size > 1 and given not in range(size):
-                raise ValueError(f"{self!r} has {size} of {name}, from 0 on; got {name}={given}")
+                raise ValueError(f"{name} is 0 to {size - 1} in {self!r}, got {given}")
         may = "may" if self._allows(b, h, q, k) else "may not"
         return f"query {q} {may} attend to key {k}: {self._reason(b, h, q, k)}"
 

@@ -19,6 +19,8 @@ from regard import (
 from regard.convert import as_latent
 from regard.layers.attending import Attending
 from regard.layers.latent_kv import AbsorbedValues, RebuiltValues
+from regard.ops.backends import BACKENDS
+from regard.ops.observed import backends_run
 
 WIDTH, LENGTH = 10, 7
 SIZES = {"num_kv_heads": 2, "head_dim": 6, "kv_lora_rank": 5}
@@ -135,6 +137,25 @@ def test_absorbed_values_are_the_values(queries, norm):
     assert type(form) is (RebuiltValues if queries == LENGTH else AbsorbedValues)
     more = x_of()[:, :queries]
     assert_same(latent(more, cache=cache), gqa(more, cache=own))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pairing", ["halves", "pairs"])
+@pytest.mark.parametrize("make", [KVCache, lambda: StaticCache(LENGTH)], ids=["grows", "is full"])
+def test_the_compiled_kernel_reads_latents_of_any_rank(make, pairing, monkeypatch):
+    """It reads whole vectors, which reach beyond the last latent. Keys in pairs are made before."""
+    pytest.importorskip("numba")
+    quickest = BACKENDS["fused"]._replace(estimate=lambda call: 0.0)
+    monkeypatch.setitem(BACKENDS, "fused", quickest)
+    rope = Rotary(16, pairing=pairing)
+    sizes = {"num_kv_heads": 2, "head_dim": 16, "kv_lora_rank": 9}
+    layer = LatentKVAttention(WIDTH, 4, **sizes, rope=rope, mask=Causal())
+    layer, x, cache = scattered(layer).eval(), x_of().float(), make()
+    wanted = layer.double()(x.double())
+    with backends_run() as ran:
+        steps = [layer.float()(step, cache=cache) for step in x.split([5, 1, 1], dim=1)]
+    assert ran["fused"] == 3
+    assert_same(torch.cat(steps, 1).double(), wanted, 1e-5)
 
 
 @torch.no_grad()

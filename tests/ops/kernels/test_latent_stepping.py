@@ -9,21 +9,21 @@ from regard.ops.kernels.latent_stepping import LatentPlan
 from regard.ops.kernels.tiles import Latents
 from regard.rope import Rotary
 
-HEADS, KV_HEADS, WIDTH, RANK, ROOM = 4, 2, 32, 48, 701
+HEADS, KV_HEADS, WIDTH, RANK, ROOM = 4, 2, 32, 48, 702
 ROPE = Rotary(WIDTH)
 
 
-def drawn(dtype, held, batch=2):
+def drawn(dtype, held, batch=2, rank=RANK):
     """The arguments of a step after so many tokens, which are at every second position."""
     torch.manual_seed(0)
     where = (2 * torch.arange(held + 1)).expand(batch, -1) + 5 * torch.arange(batch)[:, None]
     return {
         "q": torch.randn(batch, HEADS, 1, WIDTH).to(dtype),
-        "latent": torch.randn(batch, 1, 1, RANK).to(dtype),
-        "held": torch.randn(batch, 1, ROOM, RANK).to(dtype),
+        "latent": torch.randn(batch, 1, 1, rank).to(dtype),
+        "held": torch.randn(batch, 1, ROOM, rank).to(dtype),
         "length": held,
         "keys": Latents(
-            (torch.randn(KV_HEADS, WIDTH, RANK) / 7).to(dtype),
+            (torch.randn(KV_HEADS, WIDTH, rank) / 7).to(dtype),
             where.to(torch.int32)[:, None, :, None].contiguous(),
             *ROPE._table(where),
         ),
@@ -31,8 +31,8 @@ def drawn(dtype, held, batch=2):
     }
 
 
-def plan_of(dtype, batch=2):
-    return LatentPlan.of(dtype, batch, HEADS, KV_HEADS, WIDTH, RANK, WIDTH)
+def plan_of(dtype, batch=2, rank=RANK):
+    return LatentPlan.of(dtype, batch, HEADS, KV_HEADS, WIDTH, rank, WIDTH)
 
 
 def sums_of_latents(q, latent, held, length, keys, scale):
@@ -47,13 +47,13 @@ def sums_of_latents(q, latent, held, length, keys, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [0, 1, 30, 700])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_step_is_attention_over_rebuilt_keys(dtype, length, threads):
+@pytest.mark.parametrize(("threads", "rank"), [(1, RANK), (2, RANK), (2, 46), (1, 41)])
+def test_a_step_is_attention_over_rebuilt_keys(dtype, length, threads, rank):
     torch.set_num_threads(threads)
-    given = drawn(dtype, length)
+    given = drawn(dtype, length, rank=rank)
     before, wanted = given["held"].clone(), sums_of_latents(**given)
-    found = plan_of(dtype).run(**given)
-    assert found.dtype is torch.float32
+    found = plan_of(dtype, rank=rank).run(**given)
+    assert found.dtype is torch.float32 and found.shape[-1] == rank
     latents = given["held"][:, :, : length + 1].double()
     keys = latents @ given["keys"].weights.double().mT
     largest = 0.3 * given["q"].double().abs().sum(-1).amax() * keys.abs().amax()
@@ -62,6 +62,13 @@ def test_a_step_is_attention_over_rebuilt_keys(dtype, length, threads):
     assert given["held"][:, :, length : length + 1].equal(given["latent"])
     before[:, :, length] = given["latent"][:, :, 0]
     assert given["held"].equal(before)
+
+
+def test_latents_are_whole_vectors_or_followed_by_others():
+    """A row of 46 numbers is read as 48, and nothing may lie behind the last row of a buffer."""
+    for rank, runs in ((RANK, True), (46, False)):
+        given = drawn(torch.float32, ROOM - 1, rank=rank)
+        assert (plan_of(torch.float32, rank=rank).run(**given) is not None) is runs
 
 
 def strided(x):

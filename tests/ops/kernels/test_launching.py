@@ -89,7 +89,7 @@ REFUSED = {
     "another number of heads": ({"k": plain(1, 1, 40, 32)}, "k must be"),
     "another width": ({"k": plain(1, 2, 40, 48)}, "k must be"),
     "an odd width": ({"q": Q[..., :18], "k": K[..., :18]}, "multiples of 16, got 18 and 32"),
-    "odd values": ({"v": K[..., :18]}, "multiples of 16, got 32 and 18"),
+    "odd values": ({"v": None, "width": 18}, "multiples of 16, got 32 and 18"),
     "columns with a stride": (
         {"k": plain(1, 2, 40, 64)[..., ::2]},
         "has stride 2, not 1",

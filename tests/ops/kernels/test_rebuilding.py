@@ -8,7 +8,7 @@ from covering import few
 pytest.importorskip("numba")
 
 from regard import Rotary
-from regard.ops.kernels.launching import decode
+from regard.ops.kernels.launching import decode, has_beyond
 from regard.ops.kernels.tiles import Latents
 
 BATCH, GROUPS, WIDTH, SCALE = 2, 3, 32, 0.4
@@ -53,6 +53,18 @@ def test_keys_are_products_and_rotated(lanes, rotated):
 @pytest.mark.parametrize("keys", [1, 3, 4, 5, 64, 66])
 def test_any_number_of_keys(keys):
     check(*case(48, 16, torch.float32, keys), 2e-5, lanes=8)
+
+
+@pytest.mark.parametrize("rank", [8, 17, 33, 50])
+@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latents_of_any_rank_are_read_in_whole_vectors(rank, spare, dtype):
+    """Without memory behind the last latent, a copy is read."""
+    q, stored, latents, k = case(rank, 32, dtype)
+    if not spare:
+        stored = stored[:, :1].clone().expand(-1, GROUPS, -1, -1)
+    assert has_beyond(stored, 7) is spare
+    check(q, stored, latents, k, 2e-5)
 
 
 @pytest.mark.parametrize("rank", [16, 48, 64])

@@ -310,7 +310,10 @@ def _columns_together(x: Any) -> Any:
 
 def _value_multiple(call: Call) -> int:
     """The number that divides a `v_head_dim` which the kernel reads: the elements of a vector; of
-    two, where bfloat16 keys hold the values or a byte holds bits of several codes."""
+    two, where bfloat16 keys hold the values or a byte holds bits of several codes. Latents have
+    any number, of a vector at least."""
+    if RebuiltKeys in call.storage.kinds and call.v_head_dim >= _LANES:
+        return 1
     half = call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim
     return 2 * _LANES if half or _packs(call) else _LANES
 

@@ -4,7 +4,6 @@ the latent, then rebuild the keys of each block of tokens and attend.
 Values are the latents themselves, as the weights of the values are absorbed.
 """
 
-import math
 from typing import NamedTuple, cast
 
 import torch
@@ -17,8 +16,9 @@ from regard.ops.kernels.launching import (
     NOWHERE,
     Place,
     compiled,
+    has_beyond,
     is_plain,
-    lanes_for,
+    lanes_of_latents,
     latent_format,
     memory,
     place_if_readable,
@@ -55,9 +55,10 @@ class LatentPlan(NamedTuple):
         rotated: int,
     ) -> "LatentPlan":
         """The plan for queries and keys of this width, of which so many channels are rotated."""
-        lanes = math.gcd(lanes_for(width, rank, dtype, joined=False), rotated // 2)
+        lanes = lanes_of_latents(width, rank, rotated)
         half, keys = dtype is torch.bfloat16, latent_format(dtype, rank, rotated, lanes)
-        tile = compiled(heads // kv_heads, width, rank, half, False, False, lanes, keys, None, 0)
+        whole = -(-rank // lanes) * lanes
+        tile = compiled(heads // kv_heads, width, whole, half, False, False, lanes, keys, None, 0)
         return cls(dtype, batch, heads, kv_heads, width, rank, rotated, *tile)
 
     def run(
@@ -91,7 +92,7 @@ class LatentPlan(NamedTuple):
             *of_slot, *_NONE, *_NONE, *_NONE, turned + queries,
         )  # fmt: skip
         append_kernel(dtype is torch.bfloat16, False)(record)
-        out = torch.empty(b, h, 1, rank, dtype=torch.float32, device="cpu")
+        out = torch.empty(b, h, 1, tile.value_width, dtype=torch.float32, device="cpu")
         of_keys = of_held[0], of_held[1], 0, of_held[3]  # all heads read the same latents
         launch(address, PACKED.pack(
             b, g, m, length + 1, turned, h * d, m * d, d, *of_keys, *of_keys, *NOWHERE, *NOWHERE,
@@ -99,14 +100,14 @@ class LatentPlan(NamedTuple):
             where[3], *NOWHERE, out.data_ptr(), turned + queries + spare, *places, ranges,
             range_keys, scale * LOG2E,
         ), threads)  # fmt: skip
-        return out
+        return out[..., :rank]
 
     def _places(
         self, q: Tensor, latent: Tensor, held: Tensor, length: int, keys: Latents
     ) -> tuple[Place, ...] | None:
         """The addresses and strides of queries, latent, buffer, weights and positions; None if one
         of them, or a table, is unusable."""
-        dtype, b, h, g, d, rank, rotated = self[:7]
+        dtype, b, h, g, d, rank, rotated, tile, _ = self
         found = (
             place_if_readable(q, dtype, (b, h, 1, d)),
             place_if_readable(latent, dtype, (b, 1, 1, rank)),
@@ -116,4 +117,9 @@ class LatentPlan(NamedTuple):
         )
         assert keys.cos.shape[1] == rotated and keys.cos.is_contiguous() and is_plain(keys.cos)
         assert keys.sin.shape == keys.cos.shape and keys.sin.is_contiguous() and is_plain(keys.sin)
-        return None if None in found else cast("tuple[Place, ...]", found)
+        if None in found:
+            return None
+        beyond = tile.value_width - rank  # the kernel reads whole vectors of a latent
+        if beyond and not has_beyond(held.narrow(2, 0, length + 1), beyond):
+            return None
+        return cast("tuple[Place, ...]", found)

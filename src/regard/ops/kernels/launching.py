@@ -53,18 +53,25 @@ def decode(
     values are the first `width` columns of the keys. `bias` is float32, broadcasts to
     `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, by default the
     longest that fits the machine and the widths. Widths are multiples of the lanes (of twice as
-    many for `width` in bfloat16, of 16 for 6-bit and 4-bit codes); last dimensions are contiguous;
-    S > 0. With `pages`, keys and values are `[1, G, tokens, W]`, and those of a sequence are found
-    through its row of the table. With `latents`, keys are latents `[B, G, S, R]`, and they are
-    computed from these and rotated. `results` is memory for the output and the log-sum-exps.
+    many for `width` in bfloat16, of 16 for 6-bit and 4-bit codes), but tensors of values have any
+    (`readable_beyond`); last dimensions are contiguous; S > 0. With `pages`, keys and values are
+    `[1, G, tokens, W]`, and those of a sequence are found through its row of the table. With
+    `latents`, keys are latents `[B, G, S, R]`, and they are computed from these and rotated.
+    `results` is memory for the output and the log-sum-exps.
     """
     (b, g, m, d), s = q.shape, _tensor(k).shape[2] if pages is None else pages.keys
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
     dv = (width or d) if v is None else _width(v)
     stored, turned = (d, 0) if latents is None else (_width(k), latents.cos.shape[1])
-    if lanes is None:
-        lanes = math.gcd(lanes_for(d, dv, dtype, joined=v is None), turned // 2)
-    _check_sizes(s, d, dv, dtype, joined=v is None, lanes=lanes)
+    if lanes is None and latents is not None:
+        lanes = lanes_of_latents(d, stored, turned)
+    elif lanes is None:
+        lanes = lanes_for(d, dv, dtype, joined=v is None)
+    whole = dv
+    if isinstance(v, Tensor):
+        whole = -(-dv // lanes) * lanes
+        v = readable_beyond(v, whole - dv)
+    _check_sizes(s, d, whole, dtype, joined=v is None, lanes=lanes)
     q_at = place_of("q", q, dtype, (b, g, m, d))
     held = (b, g, s) if pages is None else (1, g, _tensor(k).shape[2])
     size = 0 if pages is None else pages.size
@@ -81,10 +88,11 @@ def decode(
     if bias is not None:
         bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
-    code = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form, size)
+    code = compiled(m, d, whole, half, joined, biased, lanes, k_form, v_form, size)
     places = (*q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *latents_at, *bias_at)
-    results = results or empty_results((b, g, m, dv))
-    return attend_at(code, (b, g, m, s), places, scale, results)
+    results = results or empty_results((b, g, m, whole))
+    out, lse = attend_at(code, (b, g, m, s), places, scale, results)
+    return out[..., :dv], lse
 
 
 def attend_at(
@@ -123,6 +131,26 @@ def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool)
     return max(NARROWEST, math.gcd(machine_lanes(), together))
 
 
+def lanes_of_latents(width: int, rank: int, rotated: int) -> int:
+    """The longest vector of the machine that divides a key, and is no longer than its latent."""
+    return min(math.gcd(machine_lanes(), width, rotated // 2), 1 << rank.bit_length() - 1)
+
+
+def readable_beyond(x: Tensor, count: int) -> Tensor:
+    """x, or a copy of it, with so many elements in memory behind its last one. The kernel reads
+    whole vectors of a row, and `decode` drops the sums of elements beyond its width."""
+    if not count or has_beyond(x, count):
+        return x
+    return torch.nn.functional.pad(x, (0, count))[..., : x.shape[-1]]
+
+
+def has_beyond(x: Tensor, count: int) -> bool:
+    """Whether so many elements of the same memory are behind the last one of x."""
+    spans = (step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
+    last = x.storage_offset() + sum(spans)
+    return (last + 1 + count) * x.itemsize <= x.untyped_storage().nbytes()
+
+
 def memory(
     tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
 ) -> tuple[int, int, int, int]:
@@ -145,7 +173,8 @@ def _bytes(tile: Tile, rows: int) -> tuple[int, int]:
 def latent_format(dtype: torch.dtype, rank: int, rotated: int, lanes: int) -> Format:
     """How keys that are products with latents are stored."""
     plain = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
-    pairs = plain is BFLOAT16 and lanes == 16 and rank >= 2 * lanes and multiplies_pairs()
+    even = rank >= 2 * lanes and rank % 2 == 0
+    pairs = plain is BFLOAT16 and lanes == 16 and even and multiplies_pairs()
     return plain._replace(rank=rank, rotated=rotated, pairs=pairs)
 
 
@@ -271,9 +300,9 @@ def _latents(
     b, g, s, d, rank = sizes
     weights, positions, cos, sin = latents
     turned = cos.shape[1]
-    if rank % lanes or turned > d or (turned // 2) % lanes or not is_plain(cos, sin):
-        _refuse(f"latents and half the rotated channels are multiples of {lanes}, got {rank} and "
-                f"{turned} of {d}")  # fmt: skip
+    if rank < lanes or turned > d or (turned // 2) % lanes or not is_plain(cos, sin):
+        _refuse(f"latents have {lanes} numbers at least, and half the rotated channels a multiple, "
+                f"got {rank} and {turned} of {d}")  # fmt: skip
     assert cos.shape == sin.shape and cos.is_contiguous() and sin.is_contiguous()
     assert weights.is_contiguous()
     at = place_of("weights", weights[None], dtype, (1, g, d, rank))[0]

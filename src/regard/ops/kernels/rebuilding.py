@@ -4,6 +4,7 @@ A weight matrix is transposed first, so that a vector of it belongs to neighbour
 key. Where the processor multiplies pairs of bfloat16, two neighbours in a latent are one word.
 """
 
+from contextlib import contextmanager
 from typing import no_type_check
 
 from numba import types
@@ -21,13 +22,8 @@ def turn_weights(e, tile, weights, target):
     if not tile.k.rebuilt:
         return
     assert tile.words >= e.lanes, "a latent has a whole vector of numbers, or of pairs"
-    b, half = e.builder, tile.widens
-    with (
-        e.loop(INT64(tile.width // e.lanes)) as c,
-        e.loop(INT64(-(-tile.words // e.lanes))) as step,
-    ):
-        r, last = b.mul(step, INT64(e.lanes)), INT64(tile.words - e.lanes)
-        r = b.select(b.icmp_signed("<", r, last), r, last)  # the last vectors may overlap
+    half = tile.widens
+    with e.loop(INT64(tile.width // e.lanes)) as c, _vectors(e, tile.words) as r:
         from_ = e.advance(weights, c, e.lanes * tile.k.bytes(tile.width))
         from_ = e.advance(from_, r, 2 if half else 4)
         rows = [e.elements(e.advance(from_, INT64(i), tile.k.bytes(tile.width)), e.lanes, half)[0]
@@ -48,7 +44,7 @@ def rebuild_keys(e, tile, count, latents, stride, weights, cos, sin, positions, 
     if tile.widens:
         wide = b.add(target, INT64(4 * tile.block * tile.width))
         _widen(e, tile, count, latents, stride, wide)
-        latents, stride = wide, INT64(4 * tile.rank)
+        latents, stride = wide, INT64(tile.latent_bytes)
     whole, rest = b.udiv(count, INT64(ROWS)), b.urem(count, INT64(ROWS))
     done = b.mul(whole, INT64(ROWS))
     most = e.lanes * (2 if e.lanes == 8 else 4)  # columns: their sums of all rows fit registers
@@ -71,14 +67,22 @@ def rebuild_keys(e, tile, count, latents, stride, weights, cos, sin, positions, 
 @no_type_check
 def _widen(e, tile, count, source, stride, target):
     """target[j, :rank] = source[j, :rank] in float32."""
+    b = e.builder
     with e.loop(count) as j:
-        row, to = (
-            e.builder.add(source, e.builder.mul(j, stride)),
-            e.advance(target, j, 4 * tile.rank),
-        )
-        with e.loop(INT64(tile.rank // e.lanes)) as i:
-            (x,) = e.elements(e.advance(row, i, 2 * e.lanes), e.lanes, True)
-            e.write(x, e.advance(to, i, 4 * e.lanes))
+        row, to = b.add(source, b.mul(j, stride)), e.advance(target, j, tile.latent_bytes)
+        with _vectors(e, tile.words) as r:
+            (x,) = e.elements(e.advance(row, r, 2), e.lanes, True)
+            e.write(x, e.advance(to, r, 4))
+
+
+@contextmanager
+@no_type_check
+def _vectors(e, count):
+    """A loop over the vectors of so many words, by their first one; the last two may overlap."""
+    b, last = e.builder, INT64(count - e.lanes)
+    with e.loop(INT64(-(-count // e.lanes))) as i:
+        r = b.mul(i, INT64(e.lanes))
+        yield b.select(b.icmp_signed("<", r, last), r, last)
 
 
 @no_type_check

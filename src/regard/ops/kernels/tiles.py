@@ -130,9 +130,9 @@ class Tile(NamedTuple):
         return 4 if self.v.quantized else self.v.item
 
     @property
-    def rank(self) -> int:
-        """Numbers of the latent that a key is computed from."""
-        return self.k.rank
+    def latent_bytes(self) -> int:
+        """Bytes of a latent that is converted to float32: whole vectors."""
+        return 4 * -(-self.k.rank // self.lanes) * self.lanes
 
     @property
     def words(self) -> int:
@@ -221,9 +221,9 @@ class Tile(NamedTuple):
     def block_bytes(self) -> int:
         """Bytes of a thread's scratch for a block of keys, or of values, that is dequantised; of
         rebuilt keys, beside their latents in float32, with their weights at the end."""
-        keys = (self.k.quantized or self.k.rebuilt) * self.width + self.widens * self.k.rank
-        block = 4 * self.block * max(keys, self.v.quantized * self.value_width)
-        return block + self.weights_bytes
+        keys = 4 * (self.k.quantized or self.k.rebuilt) * self.width
+        keys += self.widens * self.latent_bytes
+        return self.block * max(keys, 4 * self.v.quantized * self.value_width) + self.weights_bytes
 
     def padded(self, rows: int) -> int:
         """`rows` rounded up to whole tiles."""

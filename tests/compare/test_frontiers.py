@@ -24,7 +24,7 @@ from regard.compare import (
     documents_of,
     frontier,
 )
-from regard.compare.candidates import condensed, evicted, methods, within
+from regard.compare.candidates import condensed, evicted, in_pages, methods, within
 from regard.compare.frontiers import DECODED, bootstrap
 from regard.compare.needles import answered
 from regard.compare.runner import Runner
@@ -57,7 +57,7 @@ def texts():
 @pytest.fixture(scope="module")
 def result(model, texts):
     rows = [SHIPPED, evicted(0.5), evicted(0.25, "streaming"), evicted(0.5, format="K8V8")]
-    rows += [condensed(0.5), condensed(0.25, "K8V8")]
+    rows += [condensed(0.5), condensed(0.25, "K8V8"), in_pages("K4V4")]
     latent = next(each for each in CANDIDATES if each.key == "latent-50")
     return frontier(model, texts, candidates=[*rows, latent], name="tiny")
 
@@ -109,6 +109,22 @@ def test_losses_of_a_condensed_row_are_those_of_a_cache_condensed_before_the_end
     assert row.share == pytest.approx((begin / 2 + DECODED) / 150, abs=0.01)
 
 
+@torch.no_grad()
+def test_losses_and_bytes_of_a_row_in_pages_are_those_of_its_cache(model, texts, result):
+    begin = 150 - DECODED
+    cache = regard.hf.cache(model, "paged", format="K4V4", page_size=64)
+    logits = [model(texts.windows[:, :begin], past_key_values=cache).logits[:, -1:]]
+    for at in range(begin, 149):
+        logits.append(model(texts.windows[:, at : at + 1], past_key_values=cache).logits)
+    losses = F.cross_entropy(torch.cat(logits, 1).mT, texts.windows[:, begin:], reduction="none")
+    row = next(row for row in result.rows if row.name.endswith("K4V4 in pages"))
+    assert row.decode_perplexity == pytest.approx(losses.mean().exp().item(), rel=1e-4)
+    # of 149 tokens 64 and 21 in float32, and 64 in codes: half a byte, 4 bytes of scale and zero
+    # for each of 16 channels of the keys, and for each token of the values
+    codes = 64 * 16 // 2 + 4 * 16 + 64 * (16 // 2 + 4)
+    assert row.cache_bytes_per_token * 149 == 2 * 2 * (85 * 2 * 16 * 4 + codes)
+
+
 def test_bytes_of_codes_and_rows_multiply(result):
     half, codes = result.rows[1].share, result.rows[3].share
     assert codes < half
@@ -153,9 +169,13 @@ def test_a_budget_has_rows_that_fit_it(model, texts):
     names = [row.name for row in rows]
     assert "{kind}, evicted to 25 %" in names
     assert any("K4V4" in name for name in names)
+    assert not any("pages" in name for name in names)  # two of three are whole
     # the 64 tokens that are decoded are all held: 42 % of 448 are 188, and 252 of 512 fit a half
     longer = [row.name for row in within(0.5, layers, context=512, dtype="bfloat16")]
     assert "{kind}, condensed to 42 %" in longer
+    # a page of eight is whole: codes of at most 43 % fit, 25 bytes of 64 in K6V4 and 29 in K8V4
+    paged = [name for name in longer if "pages" in name]
+    assert paged == ["{kind}, K6V4 in pages", "{kind}, K4V4 in pages"]
     found = frontier(model, texts, candidates=[rows[0], *rows[1:3]], budget=0.25)
     assert all(row.share <= 0.255 for row in found.rows[1:])
     assert found.verdict.startswith("At 25% of the shipped cache")
@@ -236,7 +256,13 @@ def test_it_is_printed_and_drawn(result, tmp_path, capsys):
 def test_usual_methods_are_of_every_kind():
     names = [each.name for each in methods()]
     assert names[0] == "{kind}, as shipped"
-    for word in ("K4V4 cache", "joint latent", "evicted to 50 %, K8V4", "by streaming"):
+    for word in (
+        "K4V4 cache",
+        "K4V4 in pages",
+        "joint latent",
+        "evicted to 50 %, K8V4",
+        "by streaming",
+    ):
         assert any(word in name for name in names)
 
 

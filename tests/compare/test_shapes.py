@@ -1,8 +1,10 @@
 """Sizes read from layers: a layer built from them is the same, its cache takes those bytes."""
 
+from dataclasses import replace
+
 import torch
 
-from regard import KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard import KVCache, PagedCache, PagePool, QuantizedCache, SlidingCache, StaticCache
 from regard.compare import CANDIDATES, Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
 from regard.convert import as_latent
@@ -18,6 +20,8 @@ def test_storages_of_caches():
     assert storage_of([QuantizedCache(bits=4, group=32)]) == STORAGES["int4"]
     for name in ("K8V8", "K8V4", "K6V4", "K4V4"):
         assert storage_of([QuantizedCache(format=name)]) == STORAGES[name]
+    paged = storage_of([PagedCache(PagePool(9, 32, format="K6V4"))], [5])
+    assert paged == replace(STORAGES["K6V4"], page_size=32)
     assert storage_of([SlidingCache(4)]) is storage_of([StaticCache(4)]) is None
 
 

@@ -59,7 +59,7 @@ def compare(
     full: bool = option(False, "Every column; prefills are timed in turns, too.", "--full"),
     frontier: bool = option(
         False,
-        "Bytes against loss instead: quantised, evicted, latent, and these together.",
+        "Bytes against loss instead: quantised, in pages, evicted, latent, and these together.",
         "--frontier",
     ),
     budget: float | None = option(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache, KVCache, QuantizedCache
+from regard.cache import Cache, KVCache, PagedCache, PagePool, QuantizedCache
 from regard.compare.shapes import bytes_of_caches, storage_in
 from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
@@ -183,6 +183,7 @@ SCORES: dict[str, Score] = {
     "streaming": Streaming(),
 }
 SHARES = (0.75, 0.5, 0.25)
+PAGES = 1 << 30  # of a layer, at most: they are allocated when they are needed
 DECODED = 64  # tokens at the end of each window that are given one at a time
 USUAL = ("shipped", "int8", "k8v4", "k6v4", "k4v4", "latent-75", "latent-50")  # of `CANDIDATES`
 
@@ -226,9 +227,25 @@ def condensed(share: float, format: str = "") -> Candidate:
     )
 
 
+def in_pages(format: str) -> Candidate:
+    """A row whose cache has its full pages in codes, but for the first one.
+
+    Examples:
+        >>> from regard.compare.candidates import in_pages
+        >>> in_pages("K4V4").name
+        '{kind}, K4V4 in pages'
+    """
+
+    def cache() -> Cache:
+        return PagedCache(PagePool(PAGES, format=format))
+
+    return Candidate(f"pages-{format}", f"{{kind}}, {format} in pages", as_shipped, cache=cache)
+
+
 def methods() -> tuple[Candidate, ...]:
     """The rows of a frontier without a budget, the shipped one first."""
     own = [each for key in USUAL for each in CANDIDATES if each.key == key]
+    own += [in_pages(format) for format in ("K8V4", "K4V4")]
     scores = [evicted(share, score) for score in SCORES for share in SHARES]
     together = [
         evicted(share, format=format) for format in ("K8V4", "K4V4") for share in (0.75, 0.5)
@@ -246,10 +263,15 @@ def within(
     `dtype` is that of the checkpoint.
     """
     plain = bytes_of_caches(layers, storage_in(KVCache()), context=context, dtype=dtype)
-    found = [CANDIDATES[0]]
+
+    def share_of(cache: Cache) -> float:
+        return bytes_of_caches(layers, storage_in(cache), context=context, dtype=dtype) / plain
+
+    paged = [in_pages(format) for format in FORMATS]
+    found = [CANDIDATES[0], *(each for each in paged if share_of(each.cache()) <= budget)]
     for format in ("", *FORMATS):
         cache = QuantizedCache(format=format) if format else KVCache()
-        share = bytes_of_caches(layers, storage_in(cache), context=context, dtype=dtype) / plain
+        share = share_of(cache)
         if share <= budget:
             found += [each for each in CANDIDATES if each.cache == format]
             continue

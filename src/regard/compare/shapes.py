@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from regard.cache import Cache, KVCache, SlidingCache
+from regard.cache import Cache, KVCache, PagedCache, SlidingCache
 from regard.cache.quantized import QuantizedCache, QuantizedWindow
 from regard.plan.cache_bytes import cache_bytes
 from regard.plan.modules import shape_of as shape_of
-from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload
+from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload, storages_of
 
 
 def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> Storage | None:
@@ -17,7 +17,7 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
     found = set()
     for cache, window in zip(caches, windows or [None] * len(caches), strict=True):
         known = (KVCache, QuantizedCache) if window is None else (SlidingCache, QuantizedWindow)
-        if type(cache) not in known:
+        if type(cache) not in (*known, PagedCache):
             return None
         found.add(storage_in(cache))
     return found.pop() if len(found) == 1 else None
@@ -25,6 +25,8 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
 
 def storage_in(cache: Any) -> Storage:
     """The storage of the tokens that a cache holds, plain or in codes of its format."""
+    if isinstance(cache, PagedCache):
+        return storages_of([cache.pool.format.name], cache.pool.page_size)[0]
     stored = getattr(cache, "format", None)
     if stored is None:
         return STORAGES["plain"]

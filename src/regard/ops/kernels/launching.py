@@ -92,7 +92,7 @@ def decode(
     places = (*q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *latents_at, *bias_at)
     results = results or empty_results((b, g, m, whole))
     out, lse = attend_at(code, (b, g, m, s), places, scale, results)
-    return out[..., :dv], lse
+    return out if whole == dv else out[..., :dv], lse
 
 
 def attend_at(

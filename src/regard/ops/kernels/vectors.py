@@ -186,15 +186,26 @@ class Vectors:
     def dequantized(
         self, codes: Value, scales: Value, width: int, form: Format, wanted: range
     ) -> Words:
-        """zero + scale * code of the wanted channels of a row of codes."""
-        of_groups: dict[tuple[int, ...], tuple[Value, Value]] = {}
+        """zero + scale * code of the wanted channels of a row of codes.
+
+        With AVX-512 one vector holds the numbers of all 4-bit codes of a group: they are looked up.
+        """
+        of_groups: dict[tuple[int, ...], Any] = {}
         read = self._packed if form.bits < 8 else self._bytes
         words = read(codes, width, form, wanted)  # packed codes come by whole steps
+        fit = form.bits == 4 and self.lanes == machine_lanes() == 16
+        every = ir.Constant(self.floats, [float(code) for code in range(self.lanes)])
         for channel, word in (each for each in words if each[0] in wanted):
             groups = tuple((channel + i) // form.group for i in range(self.lanes))
+            looked_up = fit and len({*groups}) == 1
             if groups not in of_groups:
-                of_groups[groups] = self._scale_and_zero(scales, groups)
-            yield channel, self.fma(self.builder.sitofp(word, self.floats), *of_groups[groups])
+                found = self._scale_and_zero(scales, groups)
+                of_groups[groups] = self.fma(every, *found) if looked_up else found
+            if looked_up:
+                table = of_groups[groups]
+                yield channel, call(self, "avx512.permvar.sf.512", self.floats, table, word)
+            else:
+                yield channel, self.fma(self.builder.sitofp(word, self.floats), *of_groups[groups])
 
     def _bytes(self, address: Value, _: int, form: Format, wanted: range) -> Words:
         for channel in range(wanted.start, wanted.stop, self.lanes):

@@ -183,7 +183,7 @@ SCORES: dict[str, Score] = {
     "streaming": Streaming(),
 }
 SHARES = (0.75, 0.5, 0.25)
-PAGES = 1 << 30  # of a layer, at most: they are allocated when they are needed
+MOST_PAGES = 1 << 30  # of a layer: they are allocated when they are needed
 DECODED = 64  # tokens at the end of each window that are given one at a time
 USUAL = ("shipped", "int8", "k8v4", "k6v4", "k4v4", "latent-75", "latent-50")  # of `CANDIDATES`
 
@@ -237,7 +237,7 @@ def in_pages(format: str) -> Candidate:
     """
 
     def cache() -> Cache:
-        return PagedCache(PagePool(PAGES, format=format))
+        return PagedCache(PagePool(MOST_PAGES, format=format))
 
     return Candidate(f"pages-{format}", f"{{kind}}, {format} in pages", as_shipped, cache=cache)
 

@@ -235,11 +235,12 @@ def in_pages(format: str) -> Candidate:
         >>> in_pages("K4V4").name
         '{kind}, K4V4 in pages'
     """
+    name, cache = f"{{kind}}, {format} in pages", partial(_in_pages, format)
+    return Candidate(f"pages-{format}", name, as_shipped, cache=cache)
 
-    def cache() -> Cache:
-        return PagedCache(PagePool(MOST_PAGES, format=format))
 
-    return Candidate(f"pages-{format}", f"{{kind}}, {format} in pages", as_shipped, cache=cache)
+def _in_pages(format: str) -> Cache:
+    return PagedCache(PagePool(MOST_PAGES, format=format))
 
 
 def methods() -> tuple[Candidate, ...]:
@@ -267,8 +268,8 @@ def within(
     def share_of(cache: Cache) -> float:
         return bytes_of_caches(layers, storage_in(cache), context=context, dtype=dtype) / plain
 
-    paged = [in_pages(format) for format in FORMATS]
-    found = [CANDIDATES[0], *(each for each in paged if share_of(each.cache()) <= budget)]
+    pages = [format for format in FORMATS if share_of(_in_pages(format)) <= budget]
+    found = [CANDIDATES[0], *map(in_pages, pages)]
     for format in ("", *FORMATS):
         cache = QuantizedCache(format=format) if format else KVCache()
         share = share_of(cache)

@@ -26,7 +26,7 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
 def storage_in(cache: Any) -> Storage:
     """The storage of the tokens that a cache holds, plain or in codes of its format."""
     if isinstance(cache, PagedCache):
-        return storages_of([cache.pool.format.name], cache.pool.page_size)[0]
+        return storages_of([cache.memory.format.name], cache.memory.page_size)[0]
     stored = getattr(cache, "format", None)
     if stored is None:
         return STORAGES["plain"]

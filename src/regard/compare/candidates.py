@@ -266,7 +266,9 @@ def within(
     plain = bytes_of_caches(layers, storage_in(KVCache()), context=context, dtype=dtype)
 
     def share_of(cache: Cache) -> float:
-        return bytes_of_caches(layers, storage_in(cache), context=context, dtype=dtype) / plain
+        held = context - 1  # tokens, when the last one is predicted
+        own = bytes_of_caches(layers, storage_in(cache), context=held, dtype=dtype)
+        return own / bytes_of_caches(layers, storage_in(KVCache()), context=held, dtype=dtype)
 
     pages = [format for format in FORMATS if share_of(_in_pages(format)) <= budget]
     found = [CANDIDATES[0], *map(in_pages, pages)]

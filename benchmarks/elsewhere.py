@@ -6,6 +6,7 @@
     python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 500
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 500 --own-text
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
@@ -15,10 +16,11 @@ with the 95 % interval of a bootstrap that draws the same windows for both. Wind
 tokens; calibration is on equally many tokens of each of eight other texts, and with `--many-kinds`
 on regard's passages of many kinds besides. With `--passes` layers are refined, as `regard convert`
 does. With `--heal` the converted models are then trained for that many steps; a quarter of the
-windows is of the passages, the others are of the texts of the calibration. `--keep` adds the rows
-to those that a file has already, in place of rows of the same names, with the mean loss of every
-window; a row of many kinds, refined or healed is then compared with the row that is named as it is
-without that, window by window.
+windows is of the passages, the others are of the texts of the calibration; with `--own-text` all
+are of the passages and of text that the model writes itself, as in `regard convert --own-text`.
+`--keep` adds the rows to those that a file has already, in place of rows of the same names, with
+the mean loss of every window; a row of many kinds, refined or healed is then compared with the row
+that is named as it is without that, window by window.
 """
 
 import argparse
@@ -41,8 +43,20 @@ from regard.cache import KVCache, QuantizedCache
 from regard.compare.frontiers import bootstrap
 from regard.compare.runner import Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
-from regard.convert import Recipe, Step, Target, convert, heal, target_of, walk, watch, windows_of
+from regard.convert import (
+    Recipe,
+    Step,
+    Target,
+    convert,
+    heal,
+    own_text,
+    target_of,
+    walk,
+    watch,
+    windows_of,
+)
 from regard.convert.healing.environment import keep_freed_memory
+from regard.convert.healing.recipe import recipe_for
 from regard.convert.measuring import dtype_name
 from regard.convert.texts import calibration, many_kinds, python_texts, python_topics
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load, place
@@ -54,8 +68,10 @@ LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
 REFINED = ", refined"  # and of rows whose layers are refined
 HEALED = ", healed"  # and of rows that are trained afterwards
-HEALING = Recipe(autocast=torch.bfloat16)  # as `regard convert` where the processor multiplies it
+WITHOUT = " on its own text"  # after that, of rows that were trained on no other text
+AUTOCAST = torch.bfloat16  # as `regard convert` where the processor multiplies it
 PASSAGES = 4  # one window in four to heal on is of the passages of many kinds
+WRITTEN_BY = 240  # windows that the model writes: those of `regard convert --minutes 30`
 GROUPS = {"own": ("manual", *MEASURED), "elsewhere": ELSEWHERE}
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
 K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))
@@ -105,11 +121,11 @@ def rows_for(shipped: Sequence[Any], stored: torch.dtype, published: bool) -> li
     return rows
 
 
-def fitted(row: Row, many: bool, passes: int, steps: int) -> Row:
+def fitted(row: Row, many: bool, passes: int, healed: str) -> Row:
     """The row with the name and target of this calibration; a cache alone has none."""
     if row.target is None:
         return row
-    name = row.name + MANY * many + REFINED * bool(passes) + HEALED * bool(steps)
+    name = row.name + MANY * many + REFINED * bool(passes) + healed
     return row._replace(name=name, target=replace(row.target, passes=passes))
 
 
@@ -154,16 +170,24 @@ def text_to_heal(tokenizer: Any, kinds: Sequence[str], windows: int) -> torch.Te
     return torch.cat([passages[torch.arange(count) % len(passages)], others])
 
 
+def text_of_its_own(model: Any, tokenizer: Any) -> torch.Tensor:
+    """Windows to heal on: of the passages, and of text that the model writes."""
+    passages = windows_of(tokenizer, [many_kinds()], length=LENGTH)
+    writer = copy.deepcopy(model).to(AUTOCAST)
+    own = own_text(writer, tokenizer, windows=WRITTEN_BY, length=LENGTH, progress=told)
+    return torch.cat([passages, own])
+
+
 def trained(
-    model: Any, layers: Sequence[Any], tokens: torch.Tensor, steps: int
+    model: Any, layers: Sequence[Any], recipe: Recipe, tokens: torch.Tensor, steps: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Copies of the layers, healed, and what that took."""
     student = place(copy.deepcopy(model), copied := copy.deepcopy(list(layers)))
-    teacher = copy.deepcopy(model).to(HEALING.autocast)
+    teacher = copy.deepcopy(model).to(AUTOCAST)
     started = time.process_time()
     with torch.enable_grad():
-        healed = heal(student, teacher, tokens, steps=steps, recipe=HEALING, progress=told)
-    spent = {"steps": steps, "tokens": healed.tokens}
+        healed = heal(student, teacher, tokens, steps=steps, recipe=recipe, progress=told)
+    spent = {"steps": steps, "tokens": healed.tokens, "lr": recipe.lr}
     return copied, spent | {"processor_minutes": (time.process_time() - started) / 60}
 
 
@@ -191,7 +215,8 @@ def measure(
     for row in rows:
         layers, spent = made.get((row.target, row.rule), shipped), {}
         if healing is not None and row.target is not None:
-            layers, spent = trained(model, layers, *healing)
+            recipe = recipe_for(row.target.kind, AUTOCAST)
+            layers, spent = trained(model, layers, recipe, *healing)
         found = {
             name: losses(model, layers, row.cache, windows)
             for group in texts.values()
@@ -248,7 +273,8 @@ def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> 
     rows = {row["method"]: row for row in (*there, *new)}
     for row in rows.values():
         name: str = row["method"]
-        last = next((end for end in (HEALED, REFINED, MANY) if name.endswith(end)), "")
+        ends = (HEALED + WITHOUT, HEALED, REFINED, MANY)
+        last = next((end for end in ends if name.endswith(end)), "")
         plain = rows.get(name.removesuffix(last), row)
         if plain is not row:
             row["paired"] = {group: paired(row, plain, texts) for group, texts in GROUPS.items()}
@@ -276,8 +302,11 @@ def main() -> None:
     parser.add_argument("--many-kinds", action="store_true", help="calibrate on them, too")
     parser.add_argument("--passes", type=int, default=0, help="of gradient steps over the text")
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS", help="of training after it")
+    parser.add_argument("--own-text", action="store_true", help="train on what the model writes")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
+    if options.own_text and not options.heal:
+        parser.error("--own-text is text to train on: give --heal STEPS")
     torch.set_grad_enabled(False)
     keep_freed_memory()
     path = options.model or fetch_smollm2()
@@ -300,9 +329,12 @@ def main() -> None:
         for row in rows_for(shipped, stored, options.published)
         if row.name == "as shipped" or any(each in row.name for each in options.only)
     ]
-    rows = [fitted(row, options.many_kinds, options.passes, options.heal) for row in rows]
+    healed = HEALED * bool(options.heal) + WITHOUT * options.own_text
+    rows = [fitted(row, options.many_kinds, options.passes, healed) for row in rows]
     healing = None
-    if options.heal:
+    if options.heal and options.own_text:
+        healing = text_of_its_own(model, tokenizer), options.heal
+    elif options.heal:
         healing = text_to_heal(tokenizer, kinds, Recipe().batch * options.heal), options.heal
     results = list(measure(model, rows, tokens, texts, stored, healing))
     if options.keep is not None:

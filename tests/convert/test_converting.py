@@ -8,8 +8,9 @@ import torch
 
 from regard.cli.app import run
 from regard.cli.convert import _read
-from regard.convert import convert, converting, target_of
+from regard.convert import Healed, convert, converting, target_of, windows_of
 from regard.convert.job import Job, run_job
+from regard.convert.texts import many_kinds
 from regard.hf import attention_modules, attention_of, install, load, place
 from tiny import SIZES, tiny, tokens
 
@@ -185,6 +186,26 @@ def test_healing_goes_into_the_report(folder):
     report = run_job(job)
     assert report.healing is not None and report.healing.steps > 0
     assert "It was then trained to imitate the original" in (out / "README.md").read_text()
+    assert [each.name for each in folder.parent.iterdir() if each.name.startswith(".")] == []
+
+
+def test_healing_on_text_that_the_model_writes(folder, monkeypatch):
+    """On windows for each minute, of three quarters of the length, and passages; by the command."""
+    out, text, seen = folder.parent / "made", folder.parent / "text", []
+    text.write_text("a layer attends to the tokens before its own, and so on. " * 50)
+
+    def heal(student, teacher, tokens, **given):
+        seen.append(tokens)
+        return Healed((0.5,), 1.0, tokens.numel())
+
+    monkeypatch.setattr("regard.convert.job.heal", heal)
+    options = ["--to", "mqa", "--calibrate", str(text), "--own-text", "--minutes", "0.3"]
+    assert run_with(["convert", str(folder), *options, "--out", str(out)]) == 0
+    (tokens,) = seen
+    _, tokenizer = load(folder)
+    passages = windows_of(tokenizer, [many_kinds()], length=tokens.shape[1])
+    assert len(tokens) == len(passages) + 3  # 0.3 minutes times 8
+    assert tokens[: len(passages)].equal(passages)
     assert [each.name for each in folder.parent.iterdir() if each.name.startswith(".")] == []
 
 

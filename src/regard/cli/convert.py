@@ -31,10 +31,9 @@ def convert(
     portable: bool = option(False, "As a stock deepseek_v3 checkpoint.", "--portable"),
     budget: float | None = option(None, "Cache for --to mla: 0.5 is half of the model's own."),
     by_layer: bool = option(False, "Choose a rank for each layer.", "--by-layer"),
-    calibrate: list[Path] | None = option(
-        None, "Text to calibrate on; texts that are installed if none."
-    ),
+    calibrate: list[Path] | None = option(None, "Text to calibrate on; installed texts if none."),
     heal: list[Path] | None = option(None, "Text for distillation from the original model."),
+    own_text: bool = option(False, "Heal on text that the model writes, too.", "--own-text"),
     minutes: float | None = option(None, "Time for healing; 30 if left out.", min=0.01),
     text: list[Path] | None = option(None, "Held-out text to measure on, too."),
     low_memory: bool = option(False, "Load one layer at a time.", "--low-memory"),
@@ -46,8 +45,8 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a model's attention, report what that lost, and save it in a folder."""
-    if minutes is not None and not heal:
-        refuse("--minutes", "it is the time for healing; give a text to heal on, --heal FILE")
+    if minutes is not None and not (heal or own_text):
+        refuse("--minutes", "it is the time for healing; give a text, --heal FILE, or --own-text")
     start("regard.convert.job", threads=threads)
     import torch
 
@@ -66,13 +65,14 @@ def convert(
         by_layer=by_layer,
         calibrate=_read(calibrate),
         heal=_read(heal),
+        own_text=own_text,
         held_out=_read(text),
         minutes=30.0 if minutes is None else minutes,
         low_memory=low_memory,
         dtype=None if dtype is None else getattr(torch, dtype),
         device=str(device_named(device)),
     )
-    if heal:
+    if heal or own_text:
         keep_freed_memory()
     with quiet(), progress_bar() as progress:
         report = run_job(job, progress=progress)

@@ -25,6 +25,7 @@ from regard.convert.exact.pairing import (
 )
 from regard.convert.exact.portable import to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
+from regard.convert.healing.own_text import own_text
 from regard.convert.healing.recipe import Recipe
 from regard.convert.lossy.calibrate import Moments, Step, refit_output, walk, watch
 from regard.convert.lossy.decouple import decouple
@@ -57,6 +58,7 @@ __all__ = [
     "halves_to_pairs",
     "heal",
     "latentize",
+    "own_text",
     "pairs_to_halves",
     "query_moments",
     "refit_output",

@@ -1,5 +1,6 @@
 """The job of `regard convert`: check, load, measure, convert, place, heal, measure, save."""
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +15,14 @@ from torch import Tensor
 from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
-from regard.convert.healing.recipe import Recipe
+from regard.convert.healing.own_text import stored_own_text
+from regard.convert.healing.recipe import Recipe, recipe_for
 from regard.convert.lossy.refining import PASSES
 from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
 from regard.convert.saving import cast, check_free, save
 from regard.convert.targets import Form, Target, target_of
-from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
+from regard.convert.texts import LENGTH, calibration, many_kinds, python_topics, windows_of
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.hf.loading.checkpoints import load, skeleton, stored_dtype
@@ -30,6 +32,8 @@ from regard.rates import processor
 BY_LAYER = 0.6  # share of keys and values below which a budget gives a rank to each layer
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
+WRITTEN = 8  # windows of its own text that the original writes for each minute of healing: half of
+# those that two cores read of a model of 135M parameters, in a fifth of the minutes
 Progress = Callable[[str, int, int], None]
 
 
@@ -46,8 +50,9 @@ class Job:
     by_layer: bool = False  # whether the latents' ranks differ by layer
     # texts to calibrate on, besides those of `heal`; those of `calibration` if there are none
     calibrate: Mapping[str, str] = field(default_factory=dict)
-    # texts to heal on, by distillation from the original; no healing if there are none
+    # texts to heal on, by distillation from the original; no healing without them or `own_text`
     heal: Mapping[str, str] = field(default_factory=dict)
+    own_text: bool = False  # whether it is healed on text that the original writes, too
     minutes: float = 30.0  # of healing
     # texts to measure on, besides a half of Python's reference
     held_out: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +87,8 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
-    unhealed, healing = _healed(job, made, texts, dtype, recipe, progress)
+    recipe = recipe or recipe_for(target.kind, _fast_dtype(job.device))
+    unhealed, healing = _healed(job, made, texts, tokenizer, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
     after = measure(made, texts.measured, dtype)
@@ -125,7 +131,7 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
     """Parse the job's target; return it with a description of the shipped attention."""
     if job.low_memory and job.device != "cpu":
         raise ValueError(f"low_memory computes on the CPU, got device={job.device!r}")
-    if job.low_memory and (job.heal or job.portable):
+    if job.low_memory and (job.heal or job.own_text or job.portable):
         raise ValueError(
             "low_memory holds one layer in memory at a time; healing and portable need all of them"
         )
@@ -159,26 +165,26 @@ def _length(model: Any) -> int:
 
 
 class _Texts(NamedTuple):
-    """Windows of tokens to calibrate on, to measure on, and to heal on, if the job has texts."""
+    """Windows of tokens to calibrate on, to measure on, and to heal on; the last may be none."""
 
     calibration: Int[Tensor, "N L"]
     measured: dict[str, Int[Tensor, "N L"]]
-    healing: Int[Tensor, "N L"] | None
+    healing: Int[Tensor, "N L"]
 
     @classmethod
     def of(cls, job: Job, tokenizer: Any, length: int) -> "_Texts":
         read = [*job.calibrate.values(), *job.heal.values()]
         tokens = calibration(tokenizer, read, length=length).to(job.device)
-        healing = None
-        if job.heal:
-            healing = windows_of(tokenizer, job.heal.values(), length=3 * length // 4)
-            healing = healing.to(job.device)
+        shorter = 3 * length // 4
+        healing = torch.empty(0, shorter, dtype=torch.int64)
+        if given := [*job.heal.values(), *([many_kinds()] if job.own_text else [])]:
+            healing = windows_of(tokenizer, given, length=shorter)
         held_out = {"Python's reference": python_topics()[1], **job.held_out}
         measured = {
             name: windows_of(tokenizer, [text], length=length, most=MEASURED).to(job.device)
             for name, text in held_out.items()
         }
-        return cls(tokens, measured, healing)
+        return cls(tokens, measured, healing.to(job.device))
 
 
 def _placed(job: Job, model: Any, converted: Converted) -> Any:
@@ -192,20 +198,27 @@ def _healed(
     job: Job,
     made: Any,
     texts: _Texts,
+    tokenizer: Any,
     dtype: torch.dtype,
-    recipe: Recipe | None,
+    recipe: Recipe,
     progress: Progress,
 ) -> tuple[Measured | None, Healed | None]:
-    """Measure the converted model, and heal it; None twice if the job has no texts to heal on."""
-    if texts.healing is None:
+    """Measure the converted model, and heal it; None twice if the job has no text to heal on."""
+    tokens, length = texts.healing, texts.healing.shape[1]
+    if not len(tokens):
         return None, None
     unhealed = measure(made, texts.measured, dtype)
-    recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
+    if job.own_text:
+        windows = math.ceil(WRITTEN * job.minutes)
+        own = stored_own_text(
+            _state(job), teacher, tokenizer, windows=windows, length=length, progress=progress
+        )
+        tokens = torch.cat([tokens, own.to(tokens)])
     return unhealed, heal(
-        made, teacher, texts.healing,
+        made, teacher, tokens,
         minutes=job.minutes, recipe=recipe, state=_state(job), progress=progress,
     )  # fmt: skip
 

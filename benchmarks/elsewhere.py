@@ -56,7 +56,6 @@ from regard.convert import (
     windows_of,
 )
 from regard.convert.healing.environment import keep_freed_memory
-from regard.convert.healing.recipe import recipe_for
 from regard.convert.measuring import dtype_name
 from regard.convert.texts import calibration, many_kinds, python_texts, python_topics
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load, place
@@ -179,7 +178,7 @@ def text_of_its_own(model: Any, tokenizer: Any) -> torch.Tensor:
 
 
 def trained(
-    model: Any, layers: Sequence[Any], recipe: Recipe, tokens: torch.Tensor, steps: int
+    model: Any, layers: Sequence[Any], tokens: torch.Tensor, steps: int, recipe: Recipe
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Copies of the layers, healed, and what that took."""
     student = place(copy.deepcopy(model), copied := copy.deepcopy(list(layers)))
@@ -197,10 +196,10 @@ def measure(
     tokens: torch.Tensor,
     texts: dict[str, dict[str, torch.Tensor]],
     stored: torch.dtype,
-    healing: tuple[torch.Tensor, int] | None = None,
+    healing: tuple[torch.Tensor, int, Recipe] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Convert to all targets with the same calibration text, then measure row by row; `healing` is
-    the text and the steps."""
+    the text, the steps and the recipe."""
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     own = list(dict.fromkeys(r.target for r in rows if r.target is not None and not r.rule))
     made: dict[Any, Any] = {
@@ -215,8 +214,7 @@ def measure(
     for row in rows:
         layers, spent = made.get((row.target, row.rule), shipped), {}
         if healing is not None and row.target is not None:
-            recipe = recipe_for(row.target.kind, AUTOCAST)
-            layers, spent = trained(model, layers, recipe, *healing)
+            layers, spent = trained(model, layers, *healing)
         found = {
             name: losses(model, layers, row.cache, windows)
             for group in texts.values()
@@ -302,6 +300,7 @@ def main() -> None:
     parser.add_argument("--many-kinds", action="store_true", help="calibrate on them, too")
     parser.add_argument("--passes", type=int, default=0, help="of gradient steps over the text")
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS", help="of training after it")
+    parser.add_argument("--lr", type=float, default=Recipe.lr, help="of the training, at most")
     parser.add_argument("--own-text", action="store_true", help="train on what the model writes")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
@@ -331,11 +330,12 @@ def main() -> None:
     ]
     healed = HEALED * bool(options.heal) + WITHOUT * options.own_text
     rows = [fitted(row, options.many_kinds, options.passes, healed) for row in rows]
-    healing = None
+    healing, recipe = None, Recipe(autocast=AUTOCAST, lr=options.lr)
     if options.heal and options.own_text:
-        healing = text_of_its_own(model, tokenizer), options.heal
+        healing = text_of_its_own(model, tokenizer), options.heal, recipe
     elif options.heal:
-        healing = text_to_heal(tokenizer, kinds, Recipe().batch * options.heal), options.heal
+        text = text_to_heal(tokenizer, kinds, recipe.batch * options.heal)
+        healing = text, options.heal, recipe
     results = list(measure(model, rows, tokens, texts, stored, healing))
     if options.keep is not None:
         keep(options.keep, results, path.name, tokens.numel())

@@ -16,7 +16,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.own_text import stored_own_text
-from regard.convert.healing.recipe import Recipe, recipe_for
+from regard.convert.healing.recipe import Recipe
 from regard.convert.lossy.refining import PASSES
 from regard.convert.measuring import Measured, dtype_name, measure, measure_speeds
 from regard.convert.report import Report, card
@@ -87,7 +87,7 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
-    recipe = recipe or recipe_for(target.kind, _fast_dtype(job.device))
+    recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     unhealed, healing = _healed(job, made, texts, tokenizer, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)

@@ -1,10 +1,9 @@
 """The order of windows and positions, and the ranges of a recipe's values."""
 
 import pytest
-import torch
 
 from regard.convert import Recipe
-from regard.convert.healing.recipe import MERGED_RATE, positions_of, recipe_for, rows_of
+from regard.convert.healing.recipe import positions_of, rows_of
 
 
 def test_an_epoch_contains_every_window_once():
@@ -45,9 +44,3 @@ def test_the_rate_rises_over_the_warmup_and_falls_to_zero():
 def test_recipes_out_of_range_are_refused(options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         Recipe(**options)
-
-
-def test_merged_heads_have_larger_steps():
-    merged, latent = (recipe_for(kind, torch.bfloat16) for kind in ("heads", "exact-rope"))
-    assert latent == Recipe(autocast=torch.bfloat16)
-    assert merged == Recipe(autocast=torch.bfloat16, lr=MERGED_RATE) and merged.lr > latent.lr

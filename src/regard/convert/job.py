@@ -32,8 +32,8 @@ from regard.rates import processor
 BY_LAYER = 0.6  # share of keys and values below which a budget gives a rank to each layer
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
-WRITTEN = 8  # windows of its own text that the original writes for each minute of healing: half of
-# those that two cores read of a model of 135M parameters, in a fifth of the minutes
+WRITTEN = 8  # windows of its own text that the original writes for each minute of healing: a quarter
+# of those that two cores then read, of a model of 135M parameters
 Progress = Callable[[str, int, int], None]
 
 
@@ -87,7 +87,6 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
-    recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     unhealed, healing = _healed(job, made, texts, tokenizer, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
@@ -200,7 +199,7 @@ def _healed(
     texts: _Texts,
     tokenizer: Any,
     dtype: torch.dtype,
-    recipe: Recipe,
+    recipe: Recipe | None,
     progress: Progress,
 ) -> tuple[Measured | None, Healed | None]:
     """Measure the converted model, and heal it; None twice if the job has no text to heal on."""
@@ -208,6 +207,7 @@ def _healed(
     if not len(tokens):
         return None, None
     unhealed = measure(made, texts.measured, dtype)
+    recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)

@@ -32,8 +32,8 @@ from regard.rates import processor
 BY_LAYER = 0.6  # share of keys and values below which a budget gives a rank to each layer
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
-WRITTEN = 8  # windows of its own text that the original writes for each minute of healing: a
-# quarter of those that two cores then read, of a model of 135M parameters
+WRITTEN = 8  # windows of its own text that the original writes for each minute of healing, as many
+# as `benchmarks/elsewhere.py --own-text` measures for half an hour
 Progress = Callable[[str, int, int], None]
 
 

@@ -5,8 +5,7 @@ all the kinds that a model has read. But the model can write them: every token i
 predictions (LLM-QAT, arXiv:2305.17888).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from regard.cache.paging.contexts import fingerprint
 from regard.cache.streams import check_whole
 from regard.convert.texts import beginning_of, many_kinds
 from regard.hf.generating.cache_of_model import cache
+from regard.hf.generating.text import with_attention
 from regard.hf.generating.watching import argument_of
-from regard.hf.running.binding import is_changed
-from regard.hf.running.installing import install, uninstall
 from regard.hf.running.probing import undisturbed
 
 AT_ONCE = 64  # windows: the products of fewer take as long for each token as to read the weights
@@ -80,24 +78,11 @@ def own_text(
     special[[each for each in ids if each < len(special)]] = True
     begun = _beginnings(tokenizer, first, windows, special, chance)
     written = list[Tensor]()
-    with undisturbed(model), _installed(model):
+    with undisturbed(model), with_attention(model, "regard"):
         for rows in begun:
             written.append(_continued(model, rows, length, special, chance))
             progress("writing text", sum(map(len, written)), windows)
     return torch.cat(written)
-
-
-@contextmanager
-def _installed(model: Any) -> Iterator[None]:
-    """regard's attention in the model, inside of the `with` block at least."""
-    if is_changed(model):
-        yield
-        return
-    install(model)
-    try:
-        yield
-    finally:
-        uninstall(model)
 
 
 def _beginnings(

@@ -158,10 +158,10 @@ def write(
     if warm_up:  # what compiles has compiled after three tokens
         few = {name: each[:, -WARM_UP:] for name, each in inputs.items()}
         form = format if pool is None else pool.format.name
-        with _attention_of(model, attention):
+        with with_attention(model, attention):
             _generated(model, few, _cache(model, cache, WARM_UP + 3, form, None), 3)
     store = _cache(model, cache, length + max_new_tokens, format, pool)
-    with _attention_of(model, attention), backends_run() as ran:
+    with with_attention(model, attention), backends_run() as ran:
         clock = _clock(tokenizer, shown, ran)
         started = time.perf_counter()
         out = _generated(model, inputs, store, max_new_tokens, temperature, streamer=clock)
@@ -206,8 +206,8 @@ def cache_name(name: str) -> str:
 
 
 @contextmanager
-def _attention_of(model: Any, attention: str) -> Iterator[None]:
-    """The model with the chosen attention, inside of the `with` block."""
+def with_attention(model: Any, attention: str) -> Iterator[None]:
+    """The model with the attention of that name, inside of the `with` block."""
     before = model.config._attn_implementation
     if installs := attention == "regard" and not is_changed(model):
         install(model)

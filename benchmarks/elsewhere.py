@@ -17,7 +17,7 @@ tokens; calibration is on equally many tokens of each of eight other texts, and 
 on regard's passages of many kinds besides. With `--passes` layers are refined, as `regard convert`
 does. With `--heal` the converted models are then trained for that many steps; a quarter of the
 windows is of the passages, the others are of the texts of the calibration; with `--own-text` all
-are of the passages and of text that the model writes itself, as in `regard convert --own-text`.
+are of the passages and of text that the model writes itself. `--lr` is the rate of the training.
 `--keep` adds the rows to those that a file has already, in place of rows of the same names, with
 the mean loss of every window; a row of many kinds, refined or healed is then compared with the row
 that is named as it is without that, window by window.
@@ -70,7 +70,7 @@ HEALED = ", healed"  # and of rows that are trained afterwards
 WITHOUT = " on its own text"  # after that, of rows that were trained on no other text
 AUTOCAST = torch.bfloat16  # as `regard convert` where the processor multiplies it
 PASSAGES = 4  # one window in four to heal on is of the passages of many kinds
-WRITTEN_BY = 240  # windows that the model writes: those of `regard convert --minutes 30`
+WRITTEN_BY = 240  # windows that the model writes: as many as for `regard convert --minutes 30`
 GROUPS = {"own": ("manual", *MEASURED), "elsewhere": ELSEWHERE}
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
 K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))

@@ -185,7 +185,9 @@ def test_healing_goes_into_the_report(folder):
     job = Job(folder, "mqa", out, heal={"fox": text}, minutes=0.02, calibrate={"fox": text * 2})
     report = run_job(job)
     assert report.healing is not None and report.healing.steps > 0
-    assert "It was then trained to imitate the original" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "It was then trained to imitate the original" in card
+    assert f" {report.healing.tokens:,} tokens of fox; before that" in card
     assert [each.name for each in folder.parent.iterdir() if each.name.startswith(".")] == []
 
 
@@ -206,6 +208,8 @@ def test_healing_on_text_that_the_model_writes(folder, monkeypatch):
     passages = windows_of(tokenizer, [many_kinds()], length=tokens.shape[1])
     assert len(tokens) == len(passages) + 3  # 0.3 minutes times 8
     assert tokens[: len(passages)].equal(passages)
+    card = (out / "README.md").read_text()
+    assert " tokens of short texts of many kinds, text that the original wrote; before" in card
     assert [each.name for each in folder.parent.iterdir() if each.name.startswith(".")] == []
 
 

@@ -32,6 +32,7 @@ from regard.rates import processor
 BY_LAYER = 0.6  # share of keys and values below which a budget gives a rank to each layer
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
+BY_ITSELF = "short texts of many kinds", "text that the original wrote"  # names of `own_text` there
 WRITTEN = 8  # windows of its own text that the original writes for each minute of healing, as many
 # as `benchmarks/elsewhere.py --own-text` measures for half an hour
 Progress = Callable[[str, int, int], None]
@@ -105,6 +106,7 @@ def run_job(
         dtype=dtype_name(dtype),
         layers=tuple(converted.report),
         healing=healing,
+        healed_on=(*job.heal, *(BY_ITSELF if job.own_text else ())),
         unhealed=unhealed,
         seconds=time.perf_counter() - started,
     )

@@ -33,6 +33,7 @@ class Report:
     after: Measured
     layers: tuple[LayerReport, ...] = ()
     healing: Healed | None = None
+    healed_on: tuple[str, ...] = ()
     seconds: float = 0.0
     unhealed: Measured | None = field(default=None)
     dtype: str = ""  # of the weights that were written
@@ -119,6 +120,6 @@ def _healing(report: Report) -> str:
     unhealed = ratio(before.perplexity, report.before.perplexity)
     return (
         f"It was then trained to imitate the original for {healing.seconds / 60:.0f} minutes, on "
-        f"{healing.tokens:,} tokens; before that, perplexity was {unhealed:.3f} times the "
-        "original's.\n\n"
+        f"{healing.tokens:,} tokens of {', '.join(report.healed_on)}; before that, perplexity was "
+        f"{unhealed:.3f} times the original's.\n\n"
     )

@@ -161,8 +161,7 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
 
 
 def _length(model: Any) -> int:
-    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    return min(LENGTH, int(longest))
+    return min(LENGTH, int(getattr(model.config, "max_position_embeddings", None) or LENGTH))
 
 
 class _Texts(NamedTuple):
@@ -190,9 +189,7 @@ class _Texts(NamedTuple):
 
 def _placed(job: Job, model: Any, converted: Converted) -> Any:
     layers: Any = converted.layers
-    if converted.target.portable:
-        return to_deepseek_v3(model, layers)
-    return place(model, converted.layers)
+    return (to_deepseek_v3 if converted.target.portable else place)(model, layers)
 
 
 def _healed(

@@ -3,8 +3,10 @@
 import itertools
 import struct
 
+from regard.ops.kernels.decoding import is_far
 from regard.ops.kernels.tiles import (
     BLOCK_BYTES,
+    FAR,
     KEYS_A_TASK,
     LINE,
     PACKED,
@@ -67,20 +69,23 @@ def test_codes_of_four_query_heads_are_converted_once_for_all_of_them():
         assert tile.rows * tile.keys <= tile.registers
 
 
-def test_pages_and_plain_float32_are_requested_far_ahead():
-    codes = Format(8, 64)
-    for half, k, v, page, wanted in (
-        (False, None, None, 0, True),
-        (True, None, None, 0, False),
-        (True, None, None, 64, True),
-        (False, codes, codes, 0, False),
-        (False, None, codes, 0, False),
-        (False, codes, codes, 64, True),
+def test_float32_is_requested_far_ahead_and_of_other_pages_those_that_are_not_in_order():
+    codes, apart = Format(8, 64), FAR + 1  # blocks from the next one to that at the distance
+    for half, k, v, page, in_order, scattered in (
+        (False, None, None, 0, True, True),
+        (False, None, None, 64, True, True),
+        (True, None, None, 0, False, False),
+        (True, None, None, 64, False, True),
+        (False, codes, codes, 0, False, False),
+        (False, None, codes, 0, False, False),
+        (False, codes, codes, 64, False, True),
     ):
         tile = tile_for(4, 64, 64, half, False, False, 16, k, v, page)
-        assert tile.requests_far is wanted, (half, k, v, page)
+        found = [is_far.py_func(tile, 640, 640 + n * tile.block) for n in (FAR, apart, -apart)]
+        assert found == [in_order, scattered, scattered], (half, k, v, page)
     latents = Format(32, rank=48)  # keys are products with them: these take the time
-    assert not tile_for(4, 64, 64, False, False, False, 16, latents, None).requests_far
+    tile = tile_for(4, 64, 64, False, False, False, 16, latents, None)
+    assert not is_far.py_func(tile, 640, 640 + FAR * tile.block)
 
 
 def test_ranges_hold_every_key_once():

@@ -56,8 +56,8 @@ The last dimension of every tensor is contiguous; batch, heads and rows have any
 of a cache is read where it lies. With `joined` the values are the first columns of the keys.
 
 Keys and values may lie in pages of a memory that many sequences share, `[1, G, tokens, W]`: a table
-has the numbers of a sequence's pages, in order. A block is then of one page, and is requested from
-memory some blocks ahead, since a page may lie anywhere.
+has the numbers of a sequence's pages, in order. A block is then of one page. Where a page does not
+follow the one before it in memory, its blocks are requested some blocks before they are read.
 
 The workspace, one for each calling thread, everything in float32 but the counters (int64):
 

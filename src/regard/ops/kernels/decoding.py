@@ -67,7 +67,7 @@ def kernel(tile: Tile) -> Any:
             if task >= call.batch * call.kv_heads * ranges:
                 break
             pair = task // ranges
-            if tile.k_rebuilt and pair % call.kv_heads != turned:
+            if tile.k.rebuilt and pair % call.kv_heads != turned:
                 turned = pair % call.kv_heads
                 at = queries + padded * tile.scratch_bytes + tile.block_bytes - tile.weights_bytes
                 turn_weights(tile, call.weights + turned * tile.stored_bytes, at)
@@ -87,12 +87,12 @@ def attend(tile, call, padded, pair, first, queries, part):
     batch, head = pair // call.kv_heads, pair % call.kv_heads
     scores = queries + padded * tile.query_bytes
     floating = scores + 4 * padded * tile.block
-    keys = call.k + tile.k_item * (batch * call.k_batch + head * call.k_head)
-    values = call.v + tile.v_item * (batch * call.v_batch + head * call.v_head)
+    keys = call.k + tile.k.item * (batch * call.k_batch + head * call.k_head)
+    values = call.v + tile.v.item * (batch * call.v_batch + head * call.v_head)
     k_scales = call.k_scales + 2 * (batch * call.k_scales_batch + head * call.k_scales_head)
     v_scales = call.v_scales + 2 * (batch * call.v_scales_batch + head * call.v_scales_head)
     biases = call.bias + 4 * (batch * call.bias_batch + head * call.bias_head)
-    k_stride, v_stride = tile.k_item * call.k_row, tile.v_item * call.v_row
+    k_stride, v_stride = tile.k.item * call.k_row, tile.v.item * call.v_row
     k_pace, v_pace = 2 * call.k_scales_row, 2 * call.v_scales_row
     begin(tile, call, batch, head, padded, queries, part)
     j, stop = first, min(call.keys, first + call.range_keys)
@@ -105,14 +105,15 @@ def attend(tile, call, padded, pair, first, queries, part):
         ahead, far = next_block(tile, call, batch, at, j), far_ahead(tile, call, batch, j)
         request_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
                        v_scales + ahead * v_pace, v_pace)  # fmt: skip
-        request_far(tile, keys + far * k_stride, k_stride, values + far * v_stride, v_stride,
-                    k_scales + k_row(tile, call, far) * k_pace,
-                    v_scales + far * v_pace)  # fmt: skip
+        if is_far(tile, ahead, far):
+            request_far(tile, keys + far * k_stride, k_stride, values + far * v_stride, v_stride,
+                        k_scales + k_row(tile, call, far) * k_pace,
+                        v_scales + far * v_pace)  # fmt: skip
         k, of_k = keys + at * k_stride, k_scales + k_row(tile, call, at) * k_pace
         v, of_v = values + at * v_stride, v_scales + at * v_pace
-        apart = 0 if tile.k_by_page else k_pace  # from the scales of a key to those of the next
+        apart = 0 if tile.k.by_page else k_pace  # from the scales of a key to those of the next
         k, k_read = floating_keys(tile, count, k, k_stride, of_k, apart, floating)
-        if tile.k_rebuilt:
+        if tile.k.rebuilt:
             place = call.positions + 4 * (batch * call.positions_batch + at * call.positions_row)
             weights = floating + tile.block_bytes - tile.weights_bytes
             rebuild_keys(tile, count, k, k_read, weights, call.cos, call.sin, place,
@@ -173,7 +174,15 @@ def far_ahead(tile, call, batch, j):
 @no_type_check
 def k_row(tile, call, at):
     """The row of the scales of the key at `at`: its own, or that of its page."""
-    return at // call.page if tile.k_by_page else at
+    return at // call.page if tile.k.by_page else at
+
+
+@part
+@no_type_check
+def is_far(tile, ahead, far):
+    """Whether to request the block at `far`, `FAR` blocks after that at `ahead`: always of float32,
+    else if pages between the two are not in order in memory."""
+    return tile.requests_all or (tile.paged and far - ahead != FAR * tile.block)
 
 
 @part
@@ -181,20 +190,19 @@ def k_row(tile, call, at):
 def request_far(tile, k, k_stride, v, v_stride, of_k, of_v):
     """Requests a block of keys and values, and their first scales, long before they are read: at a
     page that follows no other, memory is found anew and the processor foresees no read."""
-    if tile.requests_far:
-        for u in range(tile.block):
-            prefetch_far(tile, k + u * k_stride, v + u * v_stride)
-        if tile.k_quantized:
-            prefetch_line(tile, of_k)
-        if tile.v_quantized:
-            prefetch_line(tile, of_v)
+    for u in range(tile.block):
+        prefetch_far(tile, k + u * k_stride, v + u * v_stride)
+    if tile.k.quantized:
+        prefetch_line(tile, of_k)
+    if tile.v_quantized:
+        prefetch_line(tile, of_v)
 
 
 @part
 @no_type_check
 def request_scales(tile, of_k, k_pace, of_v, v_pace):
     """Requests the scales of the next block."""
-    if tile.k_quantized:
+    if tile.k.quantized:
         prefetch_key_scales(tile, of_k, k_pace)
     if tile.v_quantized:
         prefetch_value_scales(tile, of_v, v_pace)
@@ -218,7 +226,7 @@ def visible(tile, call, count, bias):
 def floating_keys(tile, count, k, stride, scales, pace, floating):
     """The address of a block's keys, and the bytes from one key to the next. Codes are dequantised
     to scratch memory first, unless the products dequantise them."""
-    if tile.k_quantized and not tile.k_direct:
+    if tile.k.quantized and not tile.k_direct:
         dequantize_keys(tile, count, k, stride, scales, pace, floating)
         k, stride = floating, 4 * tile.width
     return k, stride
@@ -231,7 +239,7 @@ def floating_values(tile, count, v, stride, scales, pace, floating):
     if tile.v_quantized and not tile.v_direct:
         dequantize_values(tile, count, v, stride, scales, pace, floating)
         v, stride = floating, 4 * tile.value_width
-    elif tile.k_quantized and tile.joined:
+    elif tile.k.quantized and tile.joined:
         v, stride = floating, 4 * tile.width
     return v, stride
 

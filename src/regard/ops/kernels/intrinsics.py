@@ -21,16 +21,16 @@ from numba.extending import (
 )
 
 from regard.ops.kernels.panels import Panel
-from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, STEP, Tile
+from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, STEP, Format, Tile
 from regard.ops.kernels.vectors import BYTE, FLOAT, INT16, INT32, INT64, Value, Vectors
 
 # ---- a Tile or Panel in compiled code: a value of no size, its attributes are constants --------
 
 
 class TileType(types.Opaque):  # type: ignore[misc]  # numba has no types for mypy
-    """numba's type of one `Tile` or `Panel`."""
+    """numba's type of one `Tile` or `Panel`, or of a format in it."""
 
-    def __init__(self, tile: Tile | Panel) -> None:
+    def __init__(self, tile: Tile | Panel | Format) -> None:
         self.tile = tile
         super().__init__(name=repr(tile))
 
@@ -51,13 +51,16 @@ class _TileAttributes(AttributeTemplate):  # type: ignore[misc]
 
     @no_type_check
     def generic_resolve(self, kind, name):
-        return types.literal(getattr(kind.tile, name))
+        found = getattr(kind.tile, name)
+        return TileType(found) if isinstance(found, Format) else types.literal(found)
 
 
 @lower_getattr_generic(TileType)
 @no_type_check
 def _attribute(context, builder, kind, value, name):
     found = getattr(kind.tile, name)
+    if isinstance(found, Format):
+        return context.get_dummy_value()
     return context.get_constant(types.literal(found).literal_type, found)
 
 
@@ -170,7 +173,7 @@ def prefetch_far(e, tile, keys, values):
 @no_type_check
 def prefetch_key_scales(e, tile, address, pace):
     """Request the scales of a block of keys, `pace` bytes apart; one row where they share them."""
-    rows = 1 if tile.k_by_page else tile.block
+    rows = 1 if tile.k.by_page else tile.block
     _prefetch_scales(e, rows, address, pace, 4 * -(-tile.width // max(1, tile.k.group)))
 
 

@@ -79,39 +79,14 @@ class Tile(NamedTuple):
         return 2 if self.half else 4
 
     @property
-    def k_item(self) -> int:
-        """Bytes of one element of the tensor of keys."""
-        return self.k.item
-
-    @property
-    def v_item(self) -> int:
-        """Bytes of one element of the tensor of values."""
-        return self.v.item
-
-    @property
-    def k_quantized(self) -> bool:
-        """Whether keys are codes."""
-        return self.k.quantized
-
-    @property
-    def k_by_page(self) -> bool:
-        """Whether the keys of a page share their scales."""
-        return self.k.by_page
-
-    @property
     def v_quantized(self) -> bool:
         """Whether values are codes that are not within the keys."""
         return self.v.quantized and not self.joined
 
     @property
-    def k_rebuilt(self) -> bool:
-        """Whether keys are computed from latents."""
-        return self.k.rebuilt
-
-    @property
     def k_direct(self) -> bool:
         """Whether keys are codes that are dequantised as they are multiplied."""
-        return self.direct and self.k_quantized
+        return self.direct and self.k.quantized
 
     @property
     def v_direct(self) -> bool:
@@ -189,10 +164,11 @@ class Tile(NamedTuple):
         return -(-self.k.bytes(self.width) // self.prefetches // LINE) * LINE
 
     @property
-    def requests_far(self) -> bool:
-        """Whether blocks are requested long before they are read: those of pages, and of float32,
-        which has most bytes for each product."""
-        return self.paged or (not self.k.rebuilt and {self.k.bits, self.v.bits} == {32})
+    def requests_all(self) -> bool:
+        """Whether every block is requested long before it is read: of float32, which has most bytes
+        for each product. Otherwise a block of a page that does not follow the last one in memory is
+        requested so, since a processor foresees no read there."""
+        return not self.k.rebuilt and {self.k.bits, self.v.bits} == {32}
 
     @property
     def query_bytes(self) -> int:

@@ -57,6 +57,7 @@ CACHES = {
     "pages in order": Stored(32),
     "pages scattered": Stored(32, scattered=True),
     "contiguous, bfloat16": Stored(16, paged=False, dtype=torch.bfloat16),
+    "pages in order, bfloat16": Stored(16, dtype=torch.bfloat16),
     "pages scattered, bfloat16": Stored(16, scattered=True, dtype=torch.bfloat16),
     "K8V8, contiguous": Stored(8 + CODES, "K8V8", paged=False),
     "K8V8 pages": Stored(8 + CODES, "K8V8", scattered=True),

@@ -69,6 +69,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 DECODE_TARGETS = (  # contestant, base, at most
     ("pages in order", "contiguous", 1.1),
     ("pages scattered", "contiguous", 1.1),
+    ("pages in order, bfloat16", "contiguous, bfloat16", 1.1),
     ("pages scattered, bfloat16", "contiguous, bfloat16", 1.1),
     ("K8V8, contiguous", "contiguous", 0.45),
     ("K8V8 pages", "contiguous", 0.45),

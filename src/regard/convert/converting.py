@@ -17,7 +17,7 @@ from regard.convert.lossy.allocating import allot
 from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk
 from regard.convert.lossy.decouple import WINDOWS, common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, energies_of, latentize
-from regard.convert.lossy.predictions import gradients_of_predictions
+from regard.convert.lossy.predictions import Gradients, gradients_of_predictions
 from regard.convert.lossy.refining import refine
 from regard.convert.lossy.regroup import regroup
 from regard.convert.lossy.sensitivity import gradients_of
@@ -139,7 +139,7 @@ def convert(
     if lossy:
         _check_text(model, tokens)
         text = _Calibration(model, shipped, tokens, progress)
-        makes = [_appending(each, list(modules), text.maker(each.target)) for each in lossy]
+        makes = [_appending(each, list(modules), text) for each in lossy]
         walk(model, tokens, makes, progress=partial(progress, "layers"))
     return [made[target] for target in targets]
 
@@ -215,29 +215,35 @@ class _Calibration:
         whole = 2 * self.shipped[0].num_kv_heads * self.shipped[0].head_dim
         least, most = (share * whole for share in AROUND_HALF)
         if target.passes and least <= target.rank + target.rope_dim <= most:
-            return given | {"gradients": self._of_predictions[step.index]}
+            return given | {"gradients": self._of_predictions[step.index].keys_and_values}
         if self._of_outputs is None or self._of_outputs[0] is not step.module:
             found = gradients_of(attention_of(step.module), step.own)
             self._of_outputs = step.module, found
         return given | {"gradients": self._of_outputs[1]}
 
+    def metric(self, step: Step) -> Tensor:
+        """Of errors of a layer's outputs, for the predictions."""
+        return self._of_some[step.index].metric
+
     @cached_property
-    def _of_predictions(self) -> list[Tensor]:
+    def _of_predictions(self) -> list[Gradients]:
         progress = partial(self.progress, "gradients")
         return gradients_of_predictions(self.model, self.tokens, progress=progress)
+
+    @cached_property
+    def _of_some(self) -> list[Gradients]:
+        progress = partial(self.progress, "gradients")
+        return gradients_of_predictions(self.model, self._some(TRIALS), progress=progress)
 
     def _ranks(self, target: Target) -> list[int]:
         """A rank for each layer: the same for all, or allotted by how much predictions suffer."""
         if not target.by_layer:
             return [target.rank] * len(self.shipped)
-        some = self._some(TRIALS)
-        progress = partial(self.progress, "ranks")
-        gradients = gradients_of_predictions(self.model, some, progress=progress)
         with recording(list(attention_modules(self.model).values())) as calls:
-            self.model.base_model(input_ids=some, use_cache=False)
+            self.model.base_model(input_ids=self._some(TRIALS), use_cache=False)
         costs = [
-            energies_of(layer, call.x, each).cpu()
-            for layer, (call,), each in zip(self.shipped, calls, gradients, strict=True)
+            energies_of(layer, call.x, each.keys_and_values).cpu()
+            for layer, (call,), each in zip(self.shipped, calls, self._of_some, strict=True)
         ]
         return allot(costs, target.rank)
 
@@ -254,15 +260,17 @@ class _Calibration:
         return self.tokens[:: max(1, len(self.tokens) // most)][:most, :TRIAL]
 
 
-def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
-    """Wrap `make`: each layer it makes is refined, refitted and appended, its error reported."""
+def _appending(to: Converted, names: list[str], text: _Calibration) -> Make:
+    """A function that makes a layer, refines, refits and appends it, and reports its error."""
+    make = text.maker(to.target)
 
     def made(step: Step) -> Made:
         layer = make(step)
         before = layer.get_submodule("o_proj")
         missed, still, inputs = refitted(layer, step.x, step.target)
         if to.target.passes and to.target.refit:
-            refine(layer, step.x, step.target, passes=to.target.passes)
+            metric = text.metric(step)
+            refine(layer, step.x, step.target, metric=metric, passes=to.target.passes)
             _, still, inputs = refitted(layer, step.x, step.target)
         if not to.target.refit:
             layer.o_proj, still = before, missed

@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.cache.files import open_tensors, write_tensors
 from regard.cache.paging.contexts import fingerprint
 from regard.cache.streams import check_whole
+from regard.convert.drawing import drawn
 from regard.convert.texts import beginning_of, many_kinds
 from regard.hf.generating.cache_of_model import cache
 from regard.hf.generating.text import with_attention
@@ -109,7 +110,7 @@ def _continued(
         logits = out.logits[:, -1].float().cpu().masked_fill(special, -torch.inf)
         predicted = (logits / TEMPERATURE).softmax(-1)
         predicted *= predicted >= LEAST * predicted.amax(-1, keepdim=True)
-        new = predicted.multinomial(1, generator=chance)
+        new = drawn(predicted, chance)
         rows = torch.cat([rows, new], 1)
     return rows
 

@@ -1,5 +1,6 @@
 """Tokens are drawn as often as their weights say, and none that has no weight."""
 
+import pytest
 import torch
 
 from regard.convert.drawing import drawn
@@ -16,6 +17,18 @@ def test_tokens_are_drawn_in_proportion_to_their_weights():
         1
     )
     assert deviations.abs().max() < 4  # standard deviations
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_another_default_dtype_draws_as_many_tokens(dtype):
+    before, weights = torch.get_default_dtype(), torch.ones(4000, 1000)
+    wanted = drawn(weights, torch.Generator().manual_seed(0))
+    torch.set_default_dtype(dtype)
+    try:
+        found = drawn(weights, torch.Generator().manual_seed(0))
+    finally:
+        torch.set_default_dtype(before)
+    assert found.equal(wanted) and len(found.unique()) > 900
 
 
 def test_each_row_has_its_own_weights_and_the_seed_decides():

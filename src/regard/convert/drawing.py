@@ -17,6 +17,6 @@ def drawn(weights: Float[Tensor, "N V"], chance: torch.Generator) -> Int[Tensor,
         [[1], [2]]
     """
     sums = weights.cumsum(-1)
-    shares = torch.rand(len(weights), 1, generator=chance, device="cpu").to(sums)
+    shares = torch.rand(len(weights), 1, generator=chance, dtype=torch.float32, device="cpu")
     below = sums[:, -1:].nextafter(torch.zeros_like(sums[:, -1:]))  # a share may round to 1
-    return torch.searchsorted(sums, (shares * sums[:, -1:]).minimum(below), right=True)
+    return torch.searchsorted(sums, (shares.to(sums) * sums[:, -1:]).minimum(below), right=True)

@@ -33,7 +33,7 @@ SHORTEST = 1024  # tokens of calibration: with fewer than channels the covarianc
 # lose 0.5 to 3 % less so; at a quarter, where errors are not small, 1 to 2 % more; at 75 %
 # Gemma 3 lost 38 %, where the other fit loses a hundredth.
 AROUND_HALF = 0.4, 0.55
-TRIALS = 4  # windows on which ranks by layer are chosen
+TRIALS = 4  # windows whose gradients choose ranks by layer and weigh errors of outputs
 TRIAL = 512  # tokens of each
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 

@@ -33,7 +33,7 @@ SHORTEST = 1024  # tokens of calibration: with fewer than channels the covarianc
 # lose 0.5 to 3 % less so; at a quarter, where errors are not small, 1 to 2 % more; at 75 %
 # Gemma 3 lost 38 %, where the other fit loses a hundredth.
 AROUND_HALF = 0.4, 0.55
-TRIALS = 4  # windows whose gradients choose ranks by layer and weigh errors of outputs
+TRIALS = 4  # windows on which ranks by layer are chosen
 TRIAL = 512  # tokens of each
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
@@ -212,38 +212,42 @@ class _Calibration:
         over those behind converted layers they are nearly the same, and so conversions share them.
         """
         given = {"covariance": step.moments.covariance, "inputs": step.x}
-        whole = 2 * self.shipped[0].num_kv_heads * self.shipped[0].head_dim
-        least, most = (share * whole for share in AROUND_HALF)
-        if target.passes and least <= target.rank + target.rope_dim <= most:
+        if self._is_of_predictions(target):
             return given | {"gradients": self._of_predictions[step.index].keys_and_values}
         if self._of_outputs is None or self._of_outputs[0] is not step.module:
             found = gradients_of(attention_of(step.module), step.own)
             self._of_outputs = step.module, found
         return given | {"gradients": self._of_outputs[1]}
 
-    def metric(self, step: Step) -> Tensor:
-        """Of errors of a layer's outputs, for the predictions."""
-        return self._of_some[step.index].metric
+    def metric(self, step: Step, target: Target) -> Tensor:
+        """Of errors of a layer's outputs: that of the predictions for a latent that is fitted to
+        them; else all channels count the same."""
+        if self._is_of_predictions(target):
+            return self._of_predictions[step.index].metric
+        return torch.eye(step.target.shape[-1], dtype=torch.float64, device=step.target.device)
+
+    def _is_of_predictions(self, target: Target) -> bool:
+        whole = 2 * self.shipped[0].num_kv_heads * self.shipped[0].head_dim
+        least, most = (share * whole for share in AROUND_HALF)
+        return target.passes > 0 and least <= target.rank + target.rope_dim <= most
 
     @cached_property
     def _of_predictions(self) -> list[Gradients]:
         progress = partial(self.progress, "gradients")
         return gradients_of_predictions(self.model, self.tokens, progress=progress)
 
-    @cached_property
-    def _of_some(self) -> list[Gradients]:
-        progress = partial(self.progress, "gradients")
-        return gradients_of_predictions(self.model, self._some(TRIALS), progress=progress)
-
     def _ranks(self, target: Target) -> list[int]:
         """A rank for each layer: the same for all, or allotted by how much predictions suffer."""
         if not target.by_layer:
             return [target.rank] * len(self.shipped)
+        some = self._some(TRIALS)
+        progress = partial(self.progress, "ranks")
+        gradients = gradients_of_predictions(self.model, some, progress=progress)
         with recording(list(attention_modules(self.model).values())) as calls:
-            self.model.base_model(input_ids=self._some(TRIALS), use_cache=False)
+            self.model.base_model(input_ids=some, use_cache=False)
         costs = [
             energies_of(layer, call.x, each.keys_and_values).cpu()
-            for layer, (call,), each in zip(self.shipped, calls, self._of_some, strict=True)
+            for layer, (call,), each in zip(self.shipped, calls, gradients, strict=True)
         ]
         return allot(costs, target.rank)
 
@@ -269,7 +273,7 @@ def _appending(to: Converted, names: list[str], text: _Calibration) -> Make:
         before = layer.get_submodule("o_proj")
         missed, still, inputs = refitted(layer, step.x, step.target)
         if to.target.passes and to.target.refit:
-            metric = text.metric(step)
+            metric = text.metric(step, to.target)
             refine(layer, step.x, step.target, metric=metric, passes=to.target.passes)
             _, still, inputs = refitted(layer, step.x, step.target)
         if not to.target.refit:

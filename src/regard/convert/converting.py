@@ -17,7 +17,7 @@ from regard.convert.lossy.allocating import allot
 from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk
 from regard.convert.lossy.decouple import WINDOWS, common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, energies_of, latentize
-from regard.convert.lossy.predictions import Gradients, gradients_of_predictions
+from regard.convert.lossy.predictions import gradients_of_predictions
 from regard.convert.lossy.refining import refine
 from regard.convert.lossy.regroup import regroup
 from regard.convert.lossy.sensitivity import gradients_of
@@ -139,7 +139,7 @@ def convert(
     if lossy:
         _check_text(model, tokens)
         text = _Calibration(model, shipped, tokens, progress)
-        makes = [_appending(each, list(modules), text) for each in lossy]
+        makes = [_appending(each, list(modules), text.maker(each.target)) for each in lossy]
         walk(model, tokens, makes, progress=partial(progress, "layers"))
     return [made[target] for target in targets]
 
@@ -212,27 +212,17 @@ class _Calibration:
         over those behind converted layers they are nearly the same, and so conversions share them.
         """
         given = {"covariance": step.moments.covariance, "inputs": step.x}
-        if self._is_of_predictions(target):
-            return given | {"gradients": self._of_predictions[step.index].keys_and_values}
+        whole = 2 * self.shipped[0].num_kv_heads * self.shipped[0].head_dim
+        least, most = (share * whole for share in AROUND_HALF)
+        if target.passes and least <= target.rank + target.rope_dim <= most:
+            return given | {"gradients": self._of_predictions[step.index]}
         if self._of_outputs is None or self._of_outputs[0] is not step.module:
             found = gradients_of(attention_of(step.module), step.own)
             self._of_outputs = step.module, found
         return given | {"gradients": self._of_outputs[1]}
 
-    def metric(self, step: Step, target: Target) -> Tensor:
-        """Of errors of a layer's outputs: that of the predictions for a latent that is fitted to
-        them; else all channels count the same."""
-        if self._is_of_predictions(target):
-            return self._of_predictions[step.index].metric
-        return torch.eye(step.target.shape[-1], dtype=torch.float64, device=step.target.device)
-
-    def _is_of_predictions(self, target: Target) -> bool:
-        whole = 2 * self.shipped[0].num_kv_heads * self.shipped[0].head_dim
-        least, most = (share * whole for share in AROUND_HALF)
-        return target.passes > 0 and least <= target.rank + target.rope_dim <= most
-
     @cached_property
-    def _of_predictions(self) -> list[Gradients]:
+    def _of_predictions(self) -> list[Tensor]:
         progress = partial(self.progress, "gradients")
         return gradients_of_predictions(self.model, self.tokens, progress=progress)
 
@@ -246,7 +236,7 @@ class _Calibration:
         with recording(list(attention_modules(self.model).values())) as calls:
             self.model.base_model(input_ids=some, use_cache=False)
         costs = [
-            energies_of(layer, call.x, each.keys_and_values).cpu()
+            energies_of(layer, call.x, each).cpu()
             for layer, (call,), each in zip(self.shipped, calls, gradients, strict=True)
         ]
         return allot(costs, target.rank)
@@ -264,17 +254,15 @@ class _Calibration:
         return self.tokens[:: max(1, len(self.tokens) // most)][:most, :TRIAL]
 
 
-def _appending(to: Converted, names: list[str], text: _Calibration) -> Make:
-    """A function that makes a layer, refines, refits and appends it, and reports its error."""
-    make = text.maker(to.target)
+def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
+    """Wrap `make`: each layer it makes is refined, refitted and appended, its error reported."""
 
     def made(step: Step) -> Made:
         layer = make(step)
         before = layer.get_submodule("o_proj")
         missed, still, inputs = refitted(layer, step.x, step.target)
         if to.target.passes and to.target.refit:
-            metric = text.metric(step, to.target)
-            refine(layer, step.x, step.target, metric=metric, passes=to.target.passes)
+            refine(layer, step.x, step.target, passes=to.target.passes)
             _, still, inputs = refitted(layer, step.x, step.target)
         if not to.target.refit:
             layer.o_proj, still = before, missed

@@ -1,4 +1,4 @@
-"""How a model's predictions depend on the keys, the values and the outputs of its attention layers.
+"""How a model's predictions depend on the keys and values of each of its attention layers.
 
 To second order, the divergence of the predictions under an error e of the keys and values of one
 token is half the mean of `(g^T e)^2`, over the gradients g of the log-likelihood of tokens drawn
@@ -11,25 +11,17 @@ are in memory at a time.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.convert.drawing import drawn
 from regard.convert.lossy.calibrate import attention_blocks
-from regard.convert.lossy.sensitivity import projected
+from regard.convert.lossy.sensitivity import keys_and_values
 from regard.convert.recording import Recorded, first, recording
 from regard.hf.families.layers import attention_of
 from regard.hf.running.binding import all_bound, bound, calling
-
-
-class Gradients(NamedTuple):
-    """Of the log-likelihood of a model's predictions, by one attention layer over some text."""
-
-    keys_and_values: Float[Tensor, "T R"]  # of each token, before norm and rotation; in bfloat16
-    metric: Float64[Tensor, "E E"]  # of errors of the outputs: the mean of g g^T over the gradients
 
 
 def gradients_of_predictions(
@@ -37,8 +29,9 @@ def gradients_of_predictions(
     windows: Int[Tensor, "N L"],
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Gradients]:
-    """For each attention layer, the gradients of the log-likelihood of the predictions over text.
+) -> list[Float[Tensor, "T R"]]:
+    """For each attention layer and each token of some text, the gradient of the log-likelihood of
+    the predictions by its keys and values, before norm and rotation; in bfloat16.
 
     Args:
         model: a causal language model of transformers whose blocks follow one another; it is not
@@ -53,24 +46,20 @@ def gradients_of_predictions(
         >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
         ...     num_hidden_layers=1, intermediate_size=16)
         >>> model = LlamaForCausalLM(config).eval()
-        >>> (found,) = gradients_of_predictions(model, torch.randint(20, (2, 8)))
-        >>> found.keys_and_values.shape, found.metric.shape
-        (torch.Size([16, 32]), torch.Size([16, 16]))
+        >>> [each.shape for each in gradients_of_predictions(model, torch.randint(20, (2, 8)))]
+        [torch.Size([16, 32])]
     """
     blocks, chance = attention_blocks(model), torch.Generator("cpu").manual_seed(0)
     found: list[list[Tensor]] = [[] for _ in blocks]
-    squares: list[Any] = [0 for _ in blocks]
     for index, window in enumerate(windows.split(1)):
         progress(index, len(windows))
         with torch.inference_mode(False):
             calls, slope = _forward(model, [block for block, _ in blocks], window.clone(), chance)
-            for at, (block, module) in reversed([*enumerate(blocks)]):
-                slope, by_stored, by_output = _backward(block, module, calls[at], slope)
-                found[at].append(by_stored.to(torch.bfloat16))
-                squares[at] += (by_output.mT @ by_output).double()
+            for (block, module), call, into in reversed([*zip(blocks, calls, found, strict=True)]):
+                slope, own = _backward(block, module, call, slope)
+                into.append(own.to(torch.bfloat16))
     progress(len(windows), len(windows))
-    metrics = (each / windows.numel() for each in squares)
-    return [Gradients(torch.cat(each), m) for each, m in zip(found, metrics, strict=True)]
+    return [torch.cat(each) for each in found]
 
 
 def _forward(
@@ -86,11 +75,11 @@ def _forward(
     last = first(outs[-1]).detach().requires_grad_()
     outs[-1] = (last, *outs[-1][1:]) if isinstance(outs[-1], tuple) else last
     with torch.enable_grad(), all_bound(zip(blocks, map(_returning, outs), strict=True)):
-        logits = model(input_ids=window, use_cache=False).logits[0]
-    shares = logits.detach().float().softmax(-1)
-    by_logits = -shares  # the gradient of the log-likelihood: 1 of the token less the shares of all
-    by_logits.scatter_add_(1, drawn(shares, chance), torch.ones_like(shares[:, :1]))
-    (slope,) = torch.autograd.grad(logits, last, by_logits.to(logits.dtype))
+        logits = model(input_ids=window, use_cache=False).logits[0].float()
+        likelihood = logits.log_softmax(-1)
+        drawn = torch.multinomial(likelihood.detach().exp().cpu(), 1, generator=chance)
+        chosen = likelihood.gather(1, drawn.to(likelihood.device)).sum()
+        (slope,) = torch.autograd.grad(chosen, last)
     return [call for (call,) in calls], slope
 
 
@@ -101,11 +90,11 @@ def _returning(out: Any) -> Callable[..., Any]:
 
 def _backward(
     block: nn.Module, module: nn.Module, call: Recorded, slope: Tensor
-) -> tuple[Tensor, Float[Tensor, "L R"], Float[Tensor, "L E"]]:
-    """The gradients by the input of a block, by the keys and values of its attention, and by the
-    attention's outputs, from that by the block's output."""
+) -> tuple[Tensor, Float[Tensor, "L R"]]:
+    """The gradients by the input of a block, and by the keys and values of its attention, from that
+    by its output."""
     layer, x = attention_of(module), call.x.detach().requires_grad_()
-    with torch.enable_grad(), projected(layer) as leaves, bound(module, calling(layer)):
+    with torch.enable_grad(), keys_and_values(layer) as leaves, bound(module, calling(layer)):
         out = first(block(x, **call.given))
-        before, k, v, own = torch.autograd.grad(out, [x, *leaves()], slope)
-    return before, torch.cat([k, v], -1)[0], own[0]
+        before, k, v = torch.autograd.grad(out, [x, *leaves()], slope)
+    return before, torch.cat([k, v], -1)[0]

@@ -8,7 +8,7 @@ that it has behind the converted ones: no step needs more than one layer.
 """
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.convert.linear import linear_of, weight_and_bias
@@ -16,17 +16,11 @@ from regard.convert.linear import linear_of, weight_and_bias
 PASSES = 2  # over the text: a second gains half as much as the first, a third little on other text
 RATE = 3e-3  # first size of a step, as a share of a matrix's root mean square
 WARM = 4  # steps in which it grows to that: the first directions of Adam are those of one window
-EVENLY = 0.1  # of a metric's mean diagonal, added to it: all channels count for something
 DECAYS = (0.9, 0.99)  # of Adam's means: a layer takes some dozens of steps in all
 
 
 def refine(
-    layer: nn.Module,
-    x: Float[Tensor, "N L E"],
-    target: Float[Tensor, "N L E"],
-    *,
-    metric: Float64[Tensor, "E E"],
-    passes: int,
+    layer: nn.Module, x: Float[Tensor, "N L E"], target: Float[Tensor, "N L E"], *, passes: int
 ) -> None:
     """Train the projections before the attention, so that outputs over `x` are nearer to `target`.
 
@@ -38,7 +32,6 @@ def refine(
         layer: a converted layer, changed in place; it is trained in float32 at least.
         x: its inputs over some text.
         target: the outputs that it should have.
-        metric: of errors of the outputs (`Gradients`); a share of the identity is added to it.
         passes: over the windows.
 
     Examples:
@@ -48,7 +41,7 @@ def refine(
         >>> layer, other, x = Attention(8, 2), Attention(8, 2), torch.randn(4, 16, 8)
         >>> wanted = other(x).detach()
         >>> before = (layer(x) - wanted).norm()
-        >>> refine(layer, x, wanted, metric=torch.eye(8), passes=9)
+        >>> refine(layer, x, wanted, passes=9)
         >>> bool((layer(x) - wanted).norm() < before)
         True
     """
@@ -60,29 +53,23 @@ def refine(
             weight, bias = weight_and_bias(layer, name)
             setattr(layer, name, linear_of(weight.detach().clone(), bias))
         layer.to(wide := torch.promote_types(own, torch.float32))
-        metric = metric / metric.diagonal().mean().clamp_min(1e-300)
-        metric.diagonal().add_(EVENLY)
-        lower = torch.linalg.cholesky(metric).to(wide)  # errors times it have the metric's energy
-        _train(layer, names, x.to(wide, copy=True), target.to(wide, copy=True), lower, passes)
+        _train(layer, names, x.to(wide, copy=True), target.to(wide, copy=True), passes)
         layer.to(own)
 
 
-def _train(
-    layer: nn.Module, names: list[str], x: Tensor, target: Tensor, lower: Tensor, passes: int
-) -> None:
+def _train(layer: nn.Module, names: list[str], x: Tensor, target: Tensor, passes: int) -> None:
     weights = [layer.get_parameter(f"{name}.weight") for name in names]
     rates = [RATE * float(each.detach().square().mean().sqrt()) for each in weights]
     groups = [{"params": [weight], "lr": rate} for weight, rate in zip(weights, rates, strict=True)]
     adam = torch.optim.Adam(groups, betas=DECAYS)
     chance = torch.Generator("cpu").manual_seed(0)
     order = torch.cat([torch.randperm(len(x), generator=chance) for _ in range(passes)]).tolist()
-    whole = (target @ lower).square().mean().clamp_min(1e-30)
+    whole = target.square().mean().clamp_min(1e-30)
     for step, at in enumerate(order):
         share = min(1.0, (step + 1) / WARM) * (1.0 - step / len(order))
         for group, rate in zip(adam.param_groups, rates, strict=True):
             group["lr"] = share * rate
-        error = layer(x[at : at + 1]) - target[at : at + 1]
-        error = (error @ lower).square().mean() / whole
+        error = (layer(x[at : at + 1]) - target[at : at + 1]).square().mean() / whole
         for weight, slope in zip(weights, torch.autograd.grad(error, weights), strict=True):
             weight.grad = slope
         adam.step()

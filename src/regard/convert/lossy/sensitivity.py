@@ -76,25 +76,25 @@ def gradients_of(layer: Attention, inputs: Float[Tensor, "*N L E"]) -> Float[Ten
 
 def _gradient(layer: Attention, window: Tensor, chance: torch.Generator) -> Tensor:
     """The gradient of the outputs' sum with random signs by the keys and values, `[L, R]`."""
-    with torch.inference_mode(False), torch.enable_grad(), projected(layer) as leaves:
+    with torch.inference_mode(False), torch.enable_grad(), keys_and_values(layer) as leaves:
         out = layer(window.clone()[None])  # a tensor of inference mode cannot be saved for backward
         signs = torch.randint(2, out.shape, generator=chance, device="cpu").to(out) * 2 - 1
-        return torch.cat(torch.autograd.grad(out, leaves()[:2], signs), -1)[0]
+        return torch.cat(torch.autograd.grad(out, leaves(), signs), -1)[0]
 
 
 @contextmanager
-def projected(layer: Attention) -> Iterator[Callable[[], tuple[Tensor, Tensor, Tensor]]]:
-    """A function that returns the keys, the values and the outputs of a layer's call in the `with`
-    block, for their gradients; keys and values before norm and rotation."""
+def keys_and_values(layer: Attention) -> Iterator[Callable[[], tuple[Tensor, Tensor]]]:
+    """A function that returns the keys and values of a layer's call in the `with` block, before
+    norm and rotation, for their gradients."""
     outs: dict[nn.Module, Tensor] = {}
 
     def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return outs.setdefault(module, out if out.requires_grad else out.requires_grad_())
 
-    own = layer.k_proj, layer.v_proj, layer.o_proj
+    own = layer.k_proj, layer.v_proj
     hooks = [each.register_forward_hook(keep) for each in own]
     try:
-        yield lambda: (outs[own[0]], outs[own[1]], outs[own[2]])
+        yield lambda: (outs[own[0]], outs[own[1]])
     finally:
         for hook in hooks:
             hook.remove()

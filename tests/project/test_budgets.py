@@ -41,8 +41,8 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     # files that never end are refused; windows begin as the tokenizer begins a text; gradients of
     # the predictions, 89 lines, with which a latent of half of the cache loses a fifth less; text
     # that the model writes to heal on, 146 lines: few users have text of many kinds; its tokens
-    # drawn with one number each, 22, which takes an eighth of the time
-    "convert": (4600, 5500),
+    # drawn with one number each, 12
+    "convert": (4600, 5490),
     # budgets of models whose layers have windows; rows of condensed caches and of caches in pages;
     # beginnings of texts
     "compare": (1100, 2195),

@@ -5,7 +5,7 @@ import torch
 
 from regard.convert import own_text
 from regard.convert.healing import own_text as module
-from regard.convert.healing.own_text import GIVEN, stored_own_text
+from regard.convert.healing.own_text import GIVEN, _drawn, stored_own_text
 from regard.convert.texts import many_kinds
 from regard.hf.running.binding import is_changed
 from tiny import FAMILIES, VOCABULARY, tiny
@@ -134,3 +134,47 @@ def test_stored_text_is_of_one_model_and_size(tmp_path):
     assert stored_own_text(folder, model, windows=2, length=31, **given).shape == (2, 31)
     other = stored_own_text(folder, sharp(), windows=2, length=31, **given)
     assert not other.equal(stored_own_text(folder, model, windows=2, length=31, **given))
+
+
+def test_tokens_are_drawn_in_proportion_to_their_weights():
+    weights, chance = torch.tensor([0.0, 1.0, 0.0, 5.0, 2.0, 0.0]), torch.Generator().manual_seed(0)
+    found = _drawn(weights.expand(40_000, -1), chance)
+    assert found.shape == (40_000, 1)
+    counts = found.flatten().bincount(minlength=6)
+    assert counts[weights == 0].eq(0).all()
+    expected = 40_000 * weights / weights.sum()
+    deviation = (expected * (1 - weights / weights.sum())).sqrt()
+    assert ((counts - expected).abs() <= 4 * deviation).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_another_default_dtype_draws_as_many_tokens(dtype):
+    before, weights = torch.get_default_dtype(), torch.ones(4000, 1000)
+    wanted = _drawn(weights, torch.Generator().manual_seed(0))
+    torch.set_default_dtype(dtype)
+    try:
+        found = _drawn(weights, torch.Generator().manual_seed(0))
+    finally:
+        torch.set_default_dtype(before)
+    assert found.equal(wanted) and len(found.unique()) > 900
+
+
+def test_each_row_has_its_own_weights_and_the_seed_decides():
+    rows = torch.eye(7, dtype=torch.bfloat16)
+    assert _drawn(rows, torch.Generator().manual_seed(1)).flatten().tolist() == list(range(7))
+    some = torch.rand(50, 30)
+    one, other, third = (_drawn(some, torch.Generator().manual_seed(n)) for n in (1, 1, 2))
+    assert one.equal(other) and not one.equal(third)
+
+
+def test_no_token_behind_the_last_with_a_weight_is__drawn(monkeypatch):
+    """A share that rounds to 1."""
+    monkeypatch.setattr(torch, "rand", lambda *sizes, **given: torch.ones(*sizes))
+    weights = torch.tensor([[0.25, 0.5, 0.0], [3.0, 0.0, 0.0]])
+    assert _drawn(weights, torch.Generator()).flatten().tolist() == [1, 0]
+
+
+def test_a_model_that_predicts_nan_is_refused():
+    for bad in (torch.nan, torch.inf, 0.0):
+        with pytest.raises(ValueError, match="predicts NaN, so it writes no text"):
+            _drawn(torch.tensor([[1.0, 2.0], [0.0, bad]]), torch.Generator())

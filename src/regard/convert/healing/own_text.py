@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.cache.files import open_tensors, write_tensors
 from regard.cache.paging.contexts import fingerprint
 from regard.cache.streams import check_whole
-from regard.convert.drawing import drawn
 from regard.convert.texts import beginning_of, many_kinds
 from regard.hf.generating.cache_of_model import cache
 from regard.hf.generating.text import with_attention
@@ -56,7 +55,8 @@ def own_text(
         progress: called with the stage, the windows done, and all of them.
 
     Raises:
-        ValueError: if there are no windows, or one is too short for its beginning and a token more.
+        ValueError: if there are no windows, one is too short for its beginning and a token more, or
+            the model predicts NaN.
 
     Examples:
         >>> import torch
@@ -110,9 +110,21 @@ def _continued(
         logits = out.logits[:, -1].float().cpu().masked_fill(special, -torch.inf)
         predicted = (logits / TEMPERATURE).softmax(-1)
         predicted *= predicted >= LEAST * predicted.amax(-1, keepdim=True)
-        new = drawn(predicted, chance)
+        new = _drawn(predicted, chance)
         rows = torch.cat([rows, new], 1)
     return rows
+
+
+def _drawn(weights: Float[Tensor, "N V"], chance: torch.Generator) -> Int[Tensor, "N 1"]:
+    """For each row a token, with a probability in proportion to its weight, by one random number;
+    `torch.multinomial` draws one for each token of the vocabulary."""
+    sums = weights.cumsum(-1)
+    whole = sums[:, -1:]
+    if not bool((whole.isfinite() & (whole > 0)).all()):
+        raise ValueError("the model predicts NaN, so it writes no text; load it in another dtype")
+    shares = torch.rand(len(weights), 1, generator=chance, dtype=torch.float32, device="cpu")
+    below = whole.nextafter(torch.zeros_like(whole))  # a share may round to 1
+    return torch.searchsorted(sums, (shares.to(sums) * whole).minimum(below), right=True)
 
 
 def stored_own_text(

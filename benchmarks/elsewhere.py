@@ -6,7 +6,7 @@
     python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 500
-    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 500 --own-text
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --heal 500 --own-text half
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
 
 Each row is measured on two groups of texts: those of the table of `converting.py`, and the King
@@ -16,8 +16,9 @@ with the 95 % interval of a bootstrap that draws the same windows for both. Wind
 tokens; calibration is on equally many tokens of each of eight other texts, and with `--many-kinds`
 on regard's passages of many kinds besides. With `--passes` layers are refined, as `regard convert`
 does. With `--heal` the converted models are then trained for that many steps; a quarter of the
-windows is of the passages, the others are of the texts of the calibration; with `--own-text` all
-are of the passages and of text that the model writes itself. `--lr` is the rate of the training.
+windows is of the passages, the others are of the texts of the calibration; with `--own-text only`
+all are of the passages and of text that the model writes itself, with `--own-text half` every other
+one is of that text. `--lr` is the rate of the training.
 `--keep` adds the rows to those that a file has already, in place of rows of the same names, with
 the mean loss of every window; a row of many kinds, refined or healed is then compared with the row
 that is named as it is without that, window by window.
@@ -67,7 +68,8 @@ LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
 REFINED = ", refined"  # and of rows whose layers are refined
 HEALED = ", healed"  # and of rows that are trained afterwards
-WITHOUT = " on its own text"  # after that, of rows that were trained on no other text
+# after that, of rows that were trained on text of the model, without the calibration's or with it
+ON = {"none": "", "only": " on its own text", "half": " on both texts"}
 AUTOCAST = torch.bfloat16  # as `regard convert` where the processor multiplies it
 PASSAGES = 4  # one window in four to heal on is of the passages of many kinds
 WRITTEN_BY = 240  # windows that the model writes: as many as for `regard convert --minutes 30`
@@ -161,20 +163,28 @@ def losses(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[
     return torch.stack(found), runner.caches
 
 
-def text_to_heal(tokenizer: Any, kinds: Sequence[str], windows: int) -> torch.Tensor:
-    """Windows to heal on: of the passages, as often as their share asks for, and of the texts."""
+def text_to_heal(
+    model: Any, tokenizer: Any, kinds: Sequence[str], windows: int, own_text: str
+) -> torch.Tensor:
+    """Windows to heal on: of the passages, as often as their share asks for, of the texts, and of
+    text that the model writes."""
     passages = windows_of(tokenizer, [many_kinds()], length=LENGTH)
-    count = windows // PASSAGES
-    others = calibration(tokenizer, kinds, windows=windows - count, length=LENGTH)
-    return torch.cat([passages[torch.arange(count) % len(passages)], others])
+    if own_text == "only":
+        return torch.cat([passages, text_of_its_own(model, tokenizer)])
+    own = torch.empty(0, LENGTH, dtype=torch.int64)
+    if own_text == "half":
+        own = text_of_its_own(model, tokenizer)
+        own = own[torch.arange(windows // 2) % len(own)]
+    count = (windows - len(own)) // PASSAGES
+    others = windows - len(own) - count
+    text = calibration(tokenizer, kinds, windows=others, length=LENGTH)
+    return torch.cat([passages[torch.arange(count) % len(passages)], text, own])
 
 
 def text_of_its_own(model: Any, tokenizer: Any) -> torch.Tensor:
-    """Windows to heal on: of the passages, and of text that the model writes."""
-    passages = windows_of(tokenizer, [many_kinds()], length=LENGTH)
+    """Windows that the model writes."""
     writer = copy.deepcopy(model).to(AUTOCAST)
-    own = own_text(writer, tokenizer, windows=WRITTEN_BY, length=LENGTH, progress=told)
-    return torch.cat([passages, own])
+    return own_text(writer, tokenizer, windows=WRITTEN_BY, length=LENGTH, progress=told)
 
 
 def trained(
@@ -271,7 +281,11 @@ def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> 
     rows = {row["method"]: row for row in (*there, *new)}
     for row in rows.values():
         name: str = row["method"]
-        ends = (HEALED + WITHOUT, HEALED, REFINED, MANY)
+        ends = (
+            *(HEALED + each for each in sorted(ON.values(), key=len, reverse=True)),
+            REFINED,
+            MANY,
+        )
         last = next((end for end in ends if name.endswith(end)), "")
         plain = rows.get(name.removesuffix(last), row)
         if plain is not row:
@@ -301,10 +315,10 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=0, help="of gradient steps over the text")
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS", help="of training after it")
     parser.add_argument("--lr", type=float, default=Recipe.lr, help="of the training, at most")
-    parser.add_argument("--own-text", action="store_true", help="train on what the model writes")
+    parser.add_argument("--own-text", choices=ON, default="none", help="to train on, of the model")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the rows")
     options = parser.parse_args()
-    if options.own_text and not options.heal:
+    if options.own_text != "none" and not options.heal:
         parser.error("--own-text is text to train on: give --heal STEPS")
     torch.set_grad_enabled(False)
     keep_freed_memory()
@@ -328,13 +342,11 @@ def main() -> None:
         for row in rows_for(shipped, stored, options.published)
         if row.name == "as shipped" or any(each in row.name for each in options.only)
     ]
-    healed = HEALED * bool(options.heal) + WITHOUT * options.own_text
+    healed = (HEALED + ON[options.own_text]) * bool(options.heal)
     rows = [fitted(row, options.many_kinds, options.passes, healed) for row in rows]
     healing, recipe = None, Recipe(autocast=AUTOCAST, lr=options.lr)
-    if options.heal and options.own_text:
-        healing = text_of_its_own(model, tokenizer), options.heal, recipe
-    elif options.heal:
-        text = text_to_heal(tokenizer, kinds, recipe.batch * options.heal)
+    if options.heal:
+        text = text_to_heal(model, tokenizer, kinds, recipe.batch * options.heal, options.own_text)
         healing = text, options.heal, recipe
     results = list(measure(model, rows, tokens, texts, stored, healing))
     if options.keep is not None:

@@ -3,6 +3,7 @@
     python benchmarks/selecting.py
     python benchmarks/selecting.py --tokens 65536 --pages 0.0625 --format K8V4
     python benchmarks/selecting.py --corpora texts --page-size 16
+    python benchmarks/selecting.py --corpora texts --page-size 16 --exact
 
 One layer's attention, without projections: `PagedCache` and `SelectingCache` over equal pages. The
 keys are random, which changes no time. With `--threads 1` the clock is the process's own, which
@@ -11,7 +12,8 @@ other programs of a busy machine change little. The limit is the share of the pa
 With `--corpora`, of `corpora.py`, it measures the loss instead: SmolLM2-135M-Instruct reads 7,680
 tokens of each of four texts and predicts the next 512, one step a token, with all pages and with
 some. A figure is a perplexity over the other, with the 95 % interval of a bootstrap over pieces of
-64 tokens.
+64 tokens. With `--exact` pages are chosen by their very share of the attention, for which a step
+reads all keys: no bound of equally many pages can be expected to lose less.
 """
 
 import argparse
@@ -30,7 +32,25 @@ from regard.compare.runner import Runner
 from regard.convert import windows_of
 from regard.hf import fetch_smollm2, load
 from regard.ops.attend import prepare
+from regard.sparse import selecting
+from regard.sparse.bounds import Bounds
 from regard.turns import in_turns, ratio_of
+
+
+class Exact(Bounds):
+    """All keys of the pages, in place of their mean."""
+
+    @classmethod
+    def of(cls, keys, page_size):
+        return cls(keys.unflatten(2, (-1, page_size)).flatten(3), keys[:, :, ::page_size, :0])
+
+    def highest(self, q):
+        keys, width = self.mean, q.shape[3]
+        grouped = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)  # [B, G, heads, D]
+        scores = grouped @ keys.unflatten(3, (-1, width)).flatten(2, 3).mT
+        pages = scores.unflatten(3, (keys.shape[2], -1)).logsumexp(-1)
+        return pages.log_softmax(-1).amax(2)
+
 
 READ, PREDICTED, PIECE = 7_680, 512, 64  # tokens: SmolLM2 has 8,192 positions
 
@@ -103,9 +123,12 @@ def main():
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--corpora", type=Path, help="measure the loss on texts of corpora.py")
+    parser.add_argument("--exact", action="store_true", help="choose the pages by all their keys")
     given = parser.parse_args()
+    if given.exact:
+        selecting.Bounds = Exact
     torch.set_num_threads(given.threads)
-    settings = {name: getattr(given, name) for name in ("pages", "page_size", "format")}
+    settings = {name: getattr(given, name) for name in ("pages", "page_size", "format", "exact")}
     if given.corpora is not None:
         ratio = lost(given.corpora, given.pages, given.page_size, given.format)
         print(f"all texts: {ratio.value:.4f} ({ratio.low:.4f}-{ratio.high:.4f})")

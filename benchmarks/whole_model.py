@@ -7,12 +7,13 @@
     python benchmarks/whole_model.py --tiny                a few tokens, to test this
 
 Every contestant continues the same text by the same number of tokens, greedily, from a cache that
-holds the text; the figure is the milliseconds of one token. The weights are the same numbers: those
-of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0 rounds them
-further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the request. Left
-unequal: it keeps keys in float16 by default, where regard has the dtype of the model, and the wheel
-is compiled for AVX2. Codes are read in llama.cpp by products of integers, for which the query is
-rounded to 8 bits too; regard multiplies float32.
+holds the text; the figure is the milliseconds of one token. Each has a process of its own, which is
+stopped while the others have their turns; it takes some 1.5 GB of memory. The weights are the same
+numbers: those of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0
+rounds them further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the
+request. Left unequal: it keeps keys in float16 by default, where regard has the dtype of the model,
+and the wheel is compiled for AVX2. Codes are read in llama.cpp by products of integers, for which
+the query is rounded to 8 bits too; regard multiplies float32.
 
 OpenVINO GenAI reads the GGUF with weights in float16 and computes in float32; mistral.rs reads the
 checkpoint in float32. They are given the text and divide it into tokens themselves, and report
@@ -20,7 +21,6 @@ their own times for a token.
 """
 
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -32,10 +32,12 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from apart import Apart
 from common import THREADS, card, finish, installed, introduce, summary
 
 import regard.hf
@@ -48,6 +50,13 @@ CACHES = ("f16", "q8_0", "q4_0")  # keys and values of llama.cpp
 OPENVINO_CACHES = ("f32", "u8", "u4")
 ENGINES = ("llama.cpp", "openvino", "mistralrs")
 MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai", "mistralrs": "mistralrs"}
+THEIRS = "transformers"
+KINDS = {  # of caches of `regard.hf.cache`, and the model without regard
+    "regard": "growing",
+    "regard, int8 keys": "int8",
+    "regard, int4 keys": "int4",
+    "transformers": THEIRS,
+}
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # general.file_type of a GGUF
 
 
@@ -174,8 +183,15 @@ def by_mistral(folder: Path, text: str, new: int) -> Callable[[], Written]:
     return run
 
 
-def by_model(model: Any, cache: Any, tokens: list[int], new: int, tokenizer: Any) -> Any:
-    """A model of transformers: fill the cache once, and cut it back after each continuation."""
+def by_model(dtype: str, kind: str, tokens: list[int], new: int) -> Callable[[], Written]:
+    """The model in PyTorch: fill a cache once, and cut it back after each continuation."""
+    from transformers import DynamicCache
+
+    model, tokenizer = regard.hf.smollm2(dtype=DTYPES[dtype])
+    cache: Any = DynamicCache()
+    if kind != THEIRS:
+        regard.hf.install(model)
+        cache = regard.hf.cache(model, kind)
     ids = torch.tensor([tokens])
     before, last = ids[:, :-1], ids[:, -1:]
     for chunk in before.split(1024, dim=1):
@@ -195,49 +211,29 @@ def by_model(model: Any, cache: Any, tokens: list[int], new: int, tokenizer: Any
 
 
 def contestants(
-    models: dict[str, Any],
-    tokenizer: Any,
-    tokens: list[int],
-    new: int,
-) -> dict[str, Callable[[], Written]]:
-    """The models of PyTorch, each with the text in its cache."""
-    from transformers import DynamicCache
-
-    runs = {}
-    for dtype, theirs in models.items():
-        ours = copy.deepcopy(theirs, {id(p): p for p in (*theirs.parameters(), *theirs.buffers())})
-        regard.hf.install(ours)
-        each = {
-            "regard": (ours, regard.hf.cache(ours)),
-            "regard, int8 keys": (ours, regard.hf.cache(ours, "int8")),
-            "regard, int4 keys": (ours, regard.hf.cache(ours, "int4")),
-            "transformers": (theirs, DynamicCache()),
-        }
-        for name, (model, cache) in each.items():
-            runs[f"{name}, {dtype}"] = by_model(model, cache, tokens, new, tokenizer)
-    return runs
-
-
-def engines(
-    wanted: list[str], folder: Path, options: argparse.Namespace, tokens: list[int], text: str
-) -> dict[str, Callable[[], Written]]:
-    """The other engines that are asked for and installed."""
-    runs, new = {}, options.tokens
+    options: argparse.Namespace, folder: Path, tokens: list[int], text: str
+) -> dict[str, tuple[Any, ...]]:
+    """The functions, with arguments, that make those that are asked for and installed."""
+    new, made = options.tokens, {}
+    for dtype in options.dtypes:
+        for name, kind in KINDS.items():
+            made[f"{name}, {dtype}"] = by_model, dtype, kind, tokens, new
+    wanted = {each for each in options.engines if installed(MODULES[each])}
     if "llama.cpp" in wanted:
         for name, path in convert(folder, options.formats).items():
             for cache in options.caches:
                 keys = "" if cache == CACHES[0] else f", {cache} keys"
-                runs[f"llama.cpp, {name}{keys}"] = by_llama(path, cache, tokens, new)
+                made[f"llama.cpp, {name}{keys}"] = by_llama, path, cache, tokens, new
     if "openvino" in wanted:
         path = convert(folder, ["F16"])["F16"]
         for cache in OPENVINO_CACHES:
-            runs[f"OpenVINO GenAI, {cache} keys"] = by_openvino(path, cache, text, new)
+            made[f"OpenVINO GenAI, {cache} keys"] = by_openvino, path, cache, text, new
     if "mistralrs" in wanted:
-        runs["mistral.rs"] = by_mistral(folder, text, new)
-    return runs
+        made["mistral.rs"] = by_mistral, folder, text, new
+    return made
 
 
-def measure(runs: dict[str, Callable[[], Written]], base: str, rounds: int) -> dict[str, Any]:
+def measure(runs: dict[str, Apart], base: str, rounds: int) -> dict[str, Any]:
     """Each in turn, in the opposite order every second round; the first turn is not timed."""
     texts = {name: run().text for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -253,7 +249,6 @@ def measure(runs: dict[str, Callable[[], Written]], base: str, rounds: int) -> d
     return rows
 
 
-@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 4096])
@@ -269,20 +264,21 @@ def main() -> None:
     if options.tiny:
         options.contexts, options.tokens, options.rounds = [16], 3, 1
     introduce("numba", "transformers", "xllamacpp", "openvino-genai", "mistralrs")
-    loaded = {name: regard.hf.smollm2(dtype=DTYPES[name]) for name in options.dtypes}
-    models = {name: model for name, (model, _) in loaded.items()}
-    base, tokenizer = f"regard, {options.dtypes[0]}", loaded[options.dtypes[0]][1]
+    base = f"regard, {options.dtypes[0]}"
+    _, tokenizer = regard.hf.smollm2()
     pages = sorted((ROOT / "docs").glob("*.md"))
     tokens = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
-        wanted = [each for each in options.engines if installed(MODULES[each])]
         for context in options.contexts:
             given = tokens[:context]
-            runs = contestants(models, tokenizer, given, options.tokens)
-            runs |= engines(wanted, folder, options, given, tokenizer.decode(given))
-            rows = measure(runs, base, options.rounds)
+            made = contestants(options, folder, given, tokenizer.decode(given))
+            with ExitStack() as stack:
+                runs = {
+                    name: stack.enter_context(closing(Apart(*how))) for name, how in made.items()
+                }
+                rows = measure(runs, base, options.rounds)
             title = f"SmolLM2-135M after {context:,} tokens, {options.tokens} more"
             card(title, rows, base)
             same = ", ".join(f"{name} {row['same']:.0%}" for name, row in rows.items())

@@ -29,11 +29,11 @@ class Bounds(NamedTuple):
 
     def followed_by(self, other: "Bounds") -> "Bounds":
         """With further pages after these."""
-        return Bounds(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
+        return type(self)(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
 
     def between(self, first: int, stop: int) -> "Bounds":
         """Of the pages from `first` to before `stop`."""
-        return Bounds(*(each[:, :, first:stop] for each in self))
+        return type(self)(*(each[:, :, first:stop] for each in self))
 
     def highest(self, q: Float[Tensor, "B H 1 D"]) -> Float[Tensor, "B G n"]:
         """For each page the logarithm of its share of the exponentials of the bounds, by the head

@@ -216,7 +216,7 @@ class SelectingCache(Stored, Sparse):
         self.cache.reorder(rows)
         if self._bounds is not None:
             some = rows.to(self._bounds.mean.device)
-            self._bounds = Bounds(*(each.index_select(0, some) for each in self._bounds))
+            self._bounds = type(self._bounds)(*(x.index_select(0, some) for x in self._bounds))
         self._places = None
 
     def fork(self) -> "SelectingCache":

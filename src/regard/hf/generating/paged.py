@@ -73,7 +73,10 @@ class PagedGenerationCache(GenerationCache):
         if past:
             return given
         self._context, self.found = self._described(), 0
-        self._keep_windows()
+        # layers with a window hold all pages of a prompt, until they are stored
+        self._rollbacks = [cache.rollback for cache in self.caches]
+        for cache in self.caches:
+            cache.rollback = WHOLE
         wanted = tokens_wanted(model, given)
         count = 0 if wanted is None else self._find(new, wanted)
         return without_first(given, count) if count else given
@@ -158,12 +161,6 @@ class PagedGenerationCache(GenerationCache):
         same = [first.setdefault(tuple(tokens), row) for row, tokens in enumerate(rows)]
         if len(first) < len(rows):
             self._reorder(torch.tensor(same, device="cpu"))
-
-    def _keep_windows(self) -> None:
-        """Let layers with a window hold all pages of a prompt, until they are stored."""
-        self._rollbacks = [cache.rollback for cache in self.caches]
-        for cache in self.caches:
-            cache.rollback = WHOLE
 
     def _release_windows(self) -> None:
         for cache, rollback in zip(self.caches, self._rollbacks, strict=False):

@@ -7,6 +7,7 @@ of the model has the hooks too, and they do nothing there.
 
 import inspect
 import threading
+from functools import cache as cached
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -57,12 +58,8 @@ def _forget(reference: "ref[nn.Module]") -> None:
         if not _CACHES[module]:
             del _CACHES[module]
             _remove(module._forward_pre_hooks, _before, module._forward_pre_hooks_with_kwargs)
-            _remove(
-                module._forward_hooks,
-                _after,
-                module._forward_hooks_with_kwargs,
-                module._forward_hooks_always_called,
-            )
+            flags = module._forward_hooks_with_kwargs, module._forward_hooks_always_called
+            _remove(module._forward_hooks, _after, *flags)
 
 
 def is_own(hook: Any) -> bool:
@@ -105,8 +102,17 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """All arguments of a call by their names."""
     if not args:
         return kwargs
-    names = inspect.signature(module.forward).parameters
+    own = vars(module).get("forward")
+    names = (
+        _names_of(type(module).forward)[1:] if own is None else inspect.signature(own).parameters
+    )
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cached
+def _names_of(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters."""
+    return (*inspect.signature(function).parameters,)
 
 
 def _filled(module: nn.Module, given: dict[str, Any]) -> Any:

@@ -103,10 +103,11 @@ class Plan(NamedTuple):
     """The chains of a layer's products. All are None of a layer with a module that is not plain."""
 
     # the children, forwards, parameters and constants that it was made of, each as a dictionary, a
-    # key and the value; and the numbers of the hooks in a dictionary. A layer with another value,
-    # or with other hooks, has another plan
+    # key and the value; and the dictionaries of hooks, with the numbers of those in each. A layer
+    # with another value, or with other hooks, has another plan
     entries: Sequence[tuple[dict[str, Any], str, Any]] = ()
-    hooks: Sequence[tuple[dict[int, Any], tuple[int, ...]]] = ()
+    hooks: Sequence[dict[int, Any]] = ()
+    numbers: Sequence[tuple[int, ...]] = ()
     mlp: Any = None  # the gated MLP of hidden states, added to them
     # the projections of hidden states to queries, keys and values; the projection of merged heads,
     # and the MLP after it. None of an attention that computes more before and after its heads
@@ -118,7 +119,7 @@ class Plan(NamedTuple):
         for entry, key, value in self.entries:
             if entry.get(key) is not value:
                 return False
-        return all((*hooks,) == had for hooks, had in self.hooks)
+        return [*map(tuple, self.hooks)] == self.numbers
 
 
 _plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
@@ -135,8 +136,8 @@ def _plan(layer: nn.Module) -> Plan:
     return plan
 
 
-def _facts(layer: Any) -> tuple[list[Any], list[Any]]:
-    """The `entries` and `hooks` of a plan."""
+def _facts(layer: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """The `entries`, `hooks` and `numbers` of a plan."""
     names = (FIRST, SECOND, "self_attn", "mlp")
     entries = [(layer._modules, name, layer._modules[name]) for name in names]
     for parent in (layer.self_attn, layer.mlp):
@@ -147,8 +148,8 @@ def _facts(layer: Any) -> tuple[list[Any], list[Any]]:
         constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
         entries += [(own, name, own.get(name)) for name in constants]
         entries += [(parameters, name, parameters[name]) for name in parameters]
-        hooks += [(each, (*each,)) for each in (module._forward_hooks, module._forward_pre_hooks)]
-    return entries, hooks
+        hooks += module._forward_hooks, module._forward_pre_hooks
+    return entries, hooks, [*map(tuple, hooks)]
 
 
 def _new_plan(layer: Any) -> Plan:

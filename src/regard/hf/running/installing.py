@@ -177,7 +177,10 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     agreeing = [name for name, each in found.known.items() if _agrees(each)]
     own = {n: m for n in agreeing if family_of(m := found.known[n]) and not is_patched(m)}
     others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
-    calling = {name: list(filter(_can_call, m.modules())) for name, m in others.items()}
+    calling = {
+        name: [x for x in m.modules() if calls_the_interface(x) or registering.can_attend(x)]
+        for name, m in others.items()
+    }
     if not own and not any(calling.values()):
         differences = sorted(set(map(_difference_of, others.values())))
         unknown = unknown_attention(model, Found(own, others))
@@ -219,10 +222,6 @@ def _agrees(module: nn.Module) -> bool:
     if family is None or is_placed(module):
         return family is not None
     return disagreement(family, module, forward_of(module)) is None
-
-
-def _can_call(module: nn.Module) -> bool:
-    return calls_the_interface(module) or registering.can_attend(module)
 
 
 def _call_regard(module: Any) -> None:

@@ -104,11 +104,7 @@ class HeadSteps(NamedTuple):
 
     settings: tuple[Any, ...]  # of the module
     steps: tuple[InstalledStep, ...]
-
-    @property
-    def biased(self) -> bool:
-        """False: no head adds to the scores."""
-        return False
+    biased: bool = False  # no head adds to the scores
 
     def fits(self, cache: CondensingCache, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the steps."""

@@ -172,6 +172,26 @@ def test_a_model_with_qk_norm_is_converted_to_a_joint_latent(family, tmp_path):
     assert all(report.still_missed < 0.5 for report in report.layers)
 
 
+@pytest.mark.parametrize(
+    ("options", "lr"), [({"to": "mqa"}, 5e-4), ({"to": "mla", "budget": 0.5}, 2e-4)]
+)
+def test_merged_heads_are_healed_at_a_higher_rate(options, lr, tmp_path, monkeypatch):
+    tiny("llama").save_pretrained(tmp_path / "model")
+    words().save_pretrained(tmp_path / "model")
+    text = " ".join(f"w{index}" for index in range(1, VOCABULARY)) * 50
+    seen = []
+
+    def heal(*models, recipe, **given):
+        seen.append(recipe.lr)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "heal", heal)
+    texts = {"heal": {"words": text}, "held_out": {"words": text}}
+    with pytest.raises(KeyboardInterrupt):
+        run_job(Job(tmp_path / "model", out=tmp_path / "out", **options, **texts))
+    assert seen == [lr]
+
+
 def bytes_written(folder):
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 

@@ -34,7 +34,8 @@ MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts and short ones of many kinds"  # name of the default in the report
 BY_ITSELF = "short texts of many kinds", "text that the original wrote"  # names of `own_text` there
 WRITTEN = 8  # windows of its own text that the original writes for each minute of healing, as many
-# as `benchmarks/elsewhere.py --own-text` measures for half an hour
+# as `benchmarks/elsewhere.py --own-text only` measures for half an hour
+MERGED_LR = 5e-4  # the rate of healing merged heads, which lose more at 2e-4 and at 1e-3
 Progress = Callable[[str, int, int], None]
 
 
@@ -88,6 +89,8 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
+    lr = MERGED_LR if target.kind == "heads" else Recipe.lr
+    recipe = recipe or Recipe(autocast=_fast_dtype(job.device), lr=lr)
     unhealed, healing = _healed(job, made, texts, tokenizer, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
@@ -198,7 +201,7 @@ def _healed(
     texts: _Texts,
     tokenizer: Any,
     dtype: torch.dtype,
-    recipe: Recipe | None,
+    recipe: Recipe,
     progress: Progress,
 ) -> tuple[Measured | None, Healed | None]:
     """Measure the converted model, and heal it; None twice if the job has no text to heal on."""
@@ -206,7 +209,6 @@ def _healed(
     if not len(tokens):
         return None, None
     unhealed = measure(made, texts.measured, dtype)
-    recipe = recipe or Recipe(autocast=_fast_dtype(job.device))
     teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)

@@ -74,18 +74,14 @@ def _forward(
         model.base_model(input_ids=window, use_cache=False)
     last = first(outs[-1]).detach().requires_grad_()
     outs[-1] = (last, *outs[-1][1:]) if isinstance(outs[-1], tuple) else last
-    with torch.enable_grad(), all_bound(zip(blocks, map(_returning, outs), strict=True)):
+    known = [lambda *_, out=out, **__: out for out in outs]  # forwards that have been run
+    with torch.enable_grad(), all_bound(zip(blocks, known, strict=True)):
         logits = model(input_ids=window, use_cache=False).logits[0].float()
         likelihood = logits.log_softmax(-1)
         drawn = torch.multinomial(likelihood.detach().exp().cpu(), 1, generator=chance)
         chosen = likelihood.gather(1, drawn.to(likelihood.device)).sum()
         (slope,) = torch.autograd.grad(chosen, last)
     return [call for (call,) in calls], slope
-
-
-def _returning(out: Any) -> Callable[..., Any]:
-    """A forward that has been run."""
-    return lambda module, *args, **given: out
 
 
 def _backward(

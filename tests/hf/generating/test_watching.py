@@ -94,3 +94,18 @@ def test_a_deep_copy_is_watched_too():
         model(tokens(2, 3), past_key_values=copied)
     handle.remove()
     assert lengths(copied) == [14] * LAYERS
+
+
+@torch.no_grad()
+def test_positional_arguments_have_the_names_of_the_forward_that_runs():
+    model = ZOO["llama"].build()
+    cache, own = regard.hf.cache(model), model.forward
+    model(tokens(1, 5), None, None, cache)
+    model.forward = lambda past_key_values, input_ids: own(
+        input_ids, past_key_values=past_key_values
+    )
+    model(cache, tokens(1, 1))
+    failing(model.model.layers[-1])
+    with pytest.raises(Failure):
+        model(cache, tokens(1, 1))
+    assert lengths(cache) == [6] * LAYERS

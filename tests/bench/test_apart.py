@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pages import ROOT
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
 def apart(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # new processes get this path
+    monkeypatch.syspath_prepend(BENCHMARKS)  # new processes get this path
     return importlib.import_module("apart").Apart
 
 

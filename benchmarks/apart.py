@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -18,7 +19,7 @@ class Apart:
     """A function that a new process makes and calls, once for each call of this object.
 
     `make(*arguments)` returns the function, which takes no arguments; everything is pickled. Errors
-    are raised here.
+    are raised here. `close()` ends the process.
     """
 
     def __init__(self, make: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
@@ -26,6 +27,7 @@ class Apart:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments))
         self._process.start()
+        self.close = finalize(self, _end, self._process)  # a stopped process does not end by itself
         theirs.close()
         self._answer()
 
@@ -33,11 +35,6 @@ class Apart:
         self._signal(signal.SIGCONT)
         self._pipe.send(None)
         return self._answer()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.join()
 
     def _answer(self) -> Any:
         answer = self._pipe.recv()
@@ -50,6 +47,11 @@ class Apart:
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join()
 
 
 def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: Any) -> None:

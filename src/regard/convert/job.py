@@ -35,7 +35,7 @@ OWN = "Python's own texts and short ones of many kinds"  # name of the default i
 BY_ITSELF = "short texts of many kinds", "text that the original wrote"  # names of `own_text` there
 WRITTEN = 8  # windows of its own text that the original writes for each minute of healing, as many
 # as `benchmarks/elsewhere.py --own-text only` measures for half an hour
-MERGED_LR = 5e-4  # the rate of healing merged heads, which lose more at 2e-4 and at 1e-3
+LR = {"heads": 5e-4}  # of healing, where it is not the recipe's: they lose more at 2e-4 and 1e-3
 Progress = Callable[[str, int, int], None]
 
 
@@ -89,8 +89,7 @@ def run_job(
     shipped = None if job.low_memory else sharing(model)
     (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
-    lr = MERGED_LR if target.kind == "heads" else Recipe.lr
-    recipe = recipe or Recipe(autocast=_fast_dtype(job.device), lr=lr)
+    recipe = recipe or Recipe(autocast=_fast_dtype(job.device), lr=LR.get(target.kind, Recipe.lr))
     unhealed, healing = _healed(job, made, texts, tokenizer, dtype, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)

@@ -288,4 +288,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import whole_model  # by its name, under which other processes find its functions
+
+    whole_model.main()

@@ -17,8 +17,8 @@ tokens; calibration is on equally many tokens of each of eight other texts, and 
 on regard's passages of many kinds besides. With `--passes` layers are refined, as `regard convert`
 does. With `--heal` the converted models are then trained for that many steps; a quarter of the
 windows is of the passages, the others are of the texts of the calibration; with `--own-text only`
-all are of the passages and of text that the model writes itself, with `--own-text half` every other
-one is of that text. `--lr` is the rate of the training.
+all are of the passages and of text that the model writes itself, with `--own-text half` half of
+them are of that text. `--lr` is the rate of the training.
 `--keep` adds the rows to those that a file has already, in place of rows of the same names, with
 the mean loss of every window; a row of many kinds, refined or healed is then compared with the row
 that is named as it is without that, window by window.
@@ -164,15 +164,15 @@ def losses(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[
 
 
 def text_to_heal(
-    model: Any, tokenizer: Any, kinds: Sequence[str], windows: int, own_text: str
+    model: Any, tokenizer: Any, kinds: Sequence[str], windows: int, share: str
 ) -> torch.Tensor:
-    """Windows to heal on: of the passages, as often as their share asks for, of the texts, and of
-    text that the model writes."""
+    """Windows to heal on: of the passages, of the texts, and of text that the model writes; the
+    share of the last is a key of `ON`."""
     passages = windows_of(tokenizer, [many_kinds()], length=LENGTH)
-    if own_text == "only":
+    if share == "only":
         return torch.cat([passages, text_of_its_own(model, tokenizer)])
     own = torch.empty(0, LENGTH, dtype=torch.int64)
-    if own_text == "half":
+    if share == "half":
         own = text_of_its_own(model, tokenizer)
         own = own[torch.arange(windows // 2) % len(own)]
     count = (windows - len(own)) // PASSAGES
@@ -281,11 +281,7 @@ def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> 
     rows = {row["method"]: row for row in (*there, *new)}
     for row in rows.values():
         name: str = row["method"]
-        ends = (
-            *(HEALED + each for each in sorted(ON.values(), key=len, reverse=True)),
-            REFINED,
-            MANY,
-        )
+        ends = (*(HEALED + each for each in ON.values()), REFINED, MANY)
         last = next((end for end in ends if name.endswith(end)), "")
         plain = rows.get(name.removesuffix(last), row)
         if plain is not row:

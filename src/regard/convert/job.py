@@ -35,7 +35,7 @@ OWN = "Python's own texts and short ones of many kinds"  # name of the default i
 BY_ITSELF = "short texts of many kinds", "text that the original wrote"  # names of `own_text` there
 WRITTEN = 8  # windows of its own text that the original writes for each minute of healing, as many
 # as `benchmarks/elsewhere.py --own-text only` measures for half an hour
-LR = {"heads": 5e-4}  # of healing, where it is not the recipe's: they lose more at 2e-4 and 1e-3
+LR = {"heads": 5e-4}  # of healing, where it is not the recipe's: MQA lost more at 2e-4 and 1e-3
 Progress = Callable[[str, int, int], None]
 
 

@@ -15,51 +15,36 @@ import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import regard.hf
+from decoders import (
+    MODELS,
+    SIZES,
+    STEPPED,
+    STEPS,
+    TOKENS,
+    assert_same,
+    cache_for,
+    logits_of,
+    model_of,
+)
 from layers import scattered
 from regard.convert import as_latent
 from regard.hf.running import decoder_layers
-from regard.hf.running.binding import function_of, is_bound
+from regard.hf.running.binding import function_of
 from regard.hf.running.decoder_layers import bind_layers
 from regard.ops.kernels import chaining
 
-SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
-         "num_hidden_layers": 2, "intermediate_size": 96, "head_dim": 16}  # fmt: skip
-MODELS = {
-    "Llama": {},
-    "Llama with biases": {"attention_bias": True, "mlp_bias": True},
-    "Mistral": {"sliding_window": 4},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Gemma": {},
-    "SmolLM3": {"no_rope_layers": [1, 0], "pad_token_id": 0},
-}
-PROMPT, STEPS = 5, 4
-STEPPED = {*MODELS} - {"Mistral", "SmolLM3"}  # the others' attention repeats no step
-TOKENS = torch.arange(3, 3 + 3 * (PROMPT + STEPS)).view(3, -1)
+
+@pytest.fixture(params=["its layers", "all layers at once"])
+def form(request):
+    """How a model runs a step: some tests are of both ways, the others of the first."""
+    return request.param
 
 
-def model_of(name, **changed):
-    kind = name.partition(" ")[0]
-    config = getattr(transformers, f"{kind}Config")(**SIZES | MODELS[name] | changed)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for parameter in model.parameters():  # norms and biases are no longer ones and zeros
-        nn.init.normal_(parameter, std=0.1, mean=float(parameter.dim() == 1))
-    return model
-
-
-def cache_for(model):
-    """Of regard, which repeats steps, where it is installed; else of transformers."""
-    installed = any(is_bound(each) for each in model.modules())
-    return regard.hf.cache(model) if installed else DynamicCache(config=model.config)
-
-
-@torch.no_grad()
-def logits_of(model, cache=None, batch=1, **given):
-    """Of a prompt, and of one token after the other."""
-    cache = cache_for(model) if cache is None else cache
-    parts = [TOKENS[:batch, :PROMPT], *TOKENS[:batch, PROMPT:].split(1, dim=1)]
-    return torch.cat([model(x, past_key_values=cache, **given).logits for x in parts], dim=1)
+@pytest.fixture(autouse=True)
+def _form(request):
+    way = request.getfixturevalue("form") if "form" in request.fixturenames else "its layers"
+    if way == "its layers":
+        request.getfixturevalue("layers_alone")
 
 
 @pytest.fixture
@@ -74,10 +59,6 @@ def chains(monkeypatch):
 
     monkeypatch.setattr(chaining.PreparedChain, "run", recorded)
     return found
-
-
-def assert_same(found, wanted):
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -99,14 +80,14 @@ def test_steps_compute_what_the_shipped_model_does(name, batch, chains):
     assert logits_of(model, batch=batch).equal(shipped)
 
 
-@pytest.mark.parametrize("form", ["int8", "paged"])
-def test_other_caches(form, chains):
+@pytest.mark.parametrize("kind", ["int8", "paged"])
+def test_other_caches(kind, chains):
     model = model_of("Llama")
     regard.hf.install(model, linear=False)
-    wanted = logits_of(model, regard.hf.cache(model, form))
+    wanted = logits_of(model, regard.hf.cache(model, kind))
     assert chains == []
     regard.hf.install(model)
-    assert_same(logits_of(model, regard.hf.cache(model, form)), wanted)
+    assert_same(logits_of(model, regard.hf.cache(model, kind)), wanted)
     assert {*chains} <= {2, 3}
     assert len(chains) >= SIZES["num_hidden_layers"] * STEPS
 
@@ -127,7 +108,7 @@ def test_a_prompt_gradients_and_autocast_are_left_to_the_layer(chains):
 @pytest.mark.parametrize("place", ["mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm",
                                    "post_attention_layernorm", "self_attn", "self_attn.q_proj",
                                    "self_attn.o_proj"])  # fmt: skip
-def test_hooks_see_every_step_and_may_change_it(place):
+def test_hooks_see_every_step_and_may_change_it(place, form):
     model = model_of("Llama")
     module = model.model.layers[1].get_submodule(place)
 
@@ -153,7 +134,7 @@ def test_hooks_see_every_step_and_may_change_it(place):
     assert_same(hooked(), wanted)
 
 
-def test_hidden_states_and_weights_are_returned():
+def test_hidden_states_and_weights_are_returned(form):
     model = model_of("Llama", attn_implementation="eager")
     with torch.no_grad():
         wanted = model(TOKENS[:1, :1], output_hidden_states=True, output_attentions=True)
@@ -225,7 +206,7 @@ def test_hooks_on_joint_latents_see_every_step(name, chains):
     assert len(seen) == 1 + STEPS
 
 
-def test_a_hook_in_the_place_of_another_is_called():
+def test_a_hook_in_the_place_of_another_is_called(form):
     model, seen = model_of("Llama"), []
     regard.hf.install(model)
     with torch.no_grad():
@@ -273,7 +254,7 @@ def with_an_adapter(layer):
 
 @pytest.mark.parametrize("change", [replaced, moved, written, with_another_constant,
                                     with_another_child, with_an_adapter])  # fmt: skip
-def test_a_layer_that_changes_between_two_steps(change):
+def test_a_layer_that_changes_between_two_steps(change, form):
     model = model_of("Llama")
 
     @torch.no_grad()
@@ -312,7 +293,7 @@ def regard_free(model):
     return other
 
 
-def test_plans_keep_no_model_alive():
+def test_plans_keep_no_model_alive(form):
     model = model_of("Llama")
     regard.hf.install(model)
     logits_of(model)

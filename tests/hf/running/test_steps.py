@@ -16,6 +16,8 @@ from regard.hf.running import decoder_layers, heads, steps
 from regard.ops.observed import calls_run
 from regard.sparse import H2O, ExpectedAttention, SnapKV, Streaming
 
+pytestmark = pytest.mark.usefixtures("layers_alone")
+
 SIZES = {
     "hidden_size": 32,
     "num_attention_heads": 4,

@@ -233,6 +233,15 @@ def weights_wanted(given: Mapping[str, Any]) -> bool:
     return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
 
 
+def outputs_collected(config: Any) -> bool:
+    """Whether a call of a model collects the outputs of its modules, or returns a tuple."""
+    from transformers.utils.output_capturing import _active_collector
+
+    if config.output_hidden_states or config.output_attentions or not config.return_dict:
+        return True
+    return bool(_active_collector.get())
+
+
 def of_one_dtype(*heads: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values, rounded to the narrowest of their dtypes under autocast: norms with
     float32 weights widen queries and keys there, and torch's own attention rounds all three."""

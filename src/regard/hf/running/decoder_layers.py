@@ -6,7 +6,6 @@ and projects queries, keys and values. After attention one call projects the out
 norms, and runs the gated MLP. Hidden states between the products of a call stay float32.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from regard.hf.families.table import Family, is_placed
 from regard.hf.running import heads, latent
 from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import arrive, weights_wanted
+from regard.hf.running.facts import NO_FACTS, Facts
 from regard.hf.running.products import forward as product
 from regard.hf.running.products import gains
 from regard.hf.running.steps import repeated_step
@@ -53,7 +53,7 @@ def bind_layers(model: nn.Module) -> int:
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
     """The forward of the layer's class; of few tokens on a CPU, without gradients, quicker."""
-    if not args and _runs_now(hidden_states) and (plan := _plan(self)).mlp is not None:
+    if not args and _runs_now(hidden_states) and (plan := plan_of(self)).mlp is not None:
         return _step(self, plan, hidden_states, given)
     return type(self).forward(self, hidden_states, *args, **given)
 
@@ -102,54 +102,41 @@ def _heads(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor
 class Plan(NamedTuple):
     """The chains of a layer's products. All are None of a layer with a module that is not plain."""
 
-    # the children, forwards, parameters and constants that it was made of, each as a dictionary, a
-    # key and the value; and the dictionaries of hooks, with the numbers of those in each. A layer
-    # with another value, or with other hooks, has another plan
-    entries: Sequence[tuple[dict[str, Any], str, Any]] = ()
-    hooks: Sequence[dict[int, Any]] = ()
-    numbers: Sequence[tuple[int, ...]] = ()
+    facts: Facts = NO_FACTS  # a layer with others has another plan
     mlp: Any = None  # the gated MLP of hidden states, added to them
     # the projections of hidden states to queries, keys and values; the projection of merged heads,
     # and the MLP after it. None of an attention that computes more before and after its heads
     before: Any = None
     after: Any = None
-
-    def holds(self) -> bool:
-        """Whether the layer is as it was."""
-        for entry, key, value in self.entries:
-            if entry.get(key) is not value:
-                return False
-        return [*map(tuple, self.hooks)] == self.numbers
+    after_wide: Any = None  # the same of merged heads in float32
 
 
 _plans: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
 
 
-def _plan(layer: nn.Module) -> Plan:
-    """The plan of a layer. Offloading, adapters, hooks and quantisation change its modules, and so
-    the plan."""
+def plan_of(layer: nn.Module) -> Plan:
+    """The plan of a layer, as it is now."""
     if _has_any_global_hook():
         return Plan()
     plan = _plans.get(layer)
-    if plan is None or not plan.holds():
+    if plan is None or not plan.facts.hold():
         plan = _plans[layer] = _new_plan(layer)
     return plan
 
 
-def _facts(layer: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """The `entries`, `hooks` and `numbers` of a plan."""
-    names = (FIRST, SECOND, "self_attn", "mlp")
-    entries = [(layer._modules, name, layer._modules[name]) for name in names]
+def _facts(layer: Any) -> Facts:
+    """The children, forwards, parameters, constants and hooks that a plan is made of."""
+    entries = [(layer._modules, name) for name in (FIRST, SECOND, "self_attn", "mlp")]
     for parent in (layer.self_attn, layer.mlp):
-        entries += [(parent._modules, name, child) for name, child in parent._modules.items()]
+        entries += [(parent._modules, name) for name in parent._modules]
     hooks: list[Any] = []
-    for module in [module for _, _, module in entries]:
+    for module in [home[name] for home, name in entries]:
         own, parameters = vars(module), module._parameters
         constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
-        entries += [(own, name, own.get(name)) for name in constants]
-        entries += [(parameters, name, parameters[name]) for name in parameters]
+        entries += [(own, name) for name in constants]
+        entries += [(parameters, name) for name in parameters]
         hooks += module._forward_hooks, module._forward_pre_hooks
-    return entries, hooks, [*map(tuple, hooks)]
+    return Facts.of(entries, hooks)
 
 
 def _new_plan(layer: Any) -> Plan:
@@ -157,21 +144,26 @@ def _new_plan(layer: Any) -> Plan:
 
     parts, facts = _parts(layer), _facts(layer)
     if parts is None:
-        return Plan(*facts)
+        return Plan(facts)
     first, norm, up, gate, down = parts
     gated = Product(1, up, 3, norm=norm, gate=gate), Product(3, down, 2, added=1, waits=True)
     mlp = prepare(1, 1, *gated)
     if mlp is None:
-        return Plan(*facts)
-    before = after = None
+        return Plan(facts)
+    before = after = after_wide = None
     if projections := _projections(layer.self_attn):
         *into, out = (Matrix(each.weight, each.bias) for each in projections)
         products = (Product(1, x, i, norm=first) for i, x in enumerate(into, 2))
         before = prepare(1, len(into), *products)
-        added, last = Product(1, out, 4, added=2), Product(5, down, 3, added=4, waits=True)
-        after = prepare(2, 1, added, Product(4, up, 5, norm=norm, gate=gate, waits=True), last)
-    both = before is not None and after is not None
-    return Plan(*facts, mlp, before if both else None, after if both else None)
+        widened = Product(4, up, 5, norm=norm, gate=gate, waits=True)
+        after, after_wide = (
+            prepare(inputs, 1, Product(merged, out, 4, added=x), widened,
+                    Product(5, down, result, added=4, waits=True))
+            for inputs, merged, x, result in ((2, 1, 2, 3), (1, 3, 1, 2))
+        )  # fmt: skip
+    if before is None or after is None:
+        return Plan(facts, mlp)
+    return Plan(facts, mlp, before, after, after_wide)
 
 
 def _parts(layer: Any) -> tuple[Any, ...] | None:
@@ -181,10 +173,10 @@ def _parts(layer: Any) -> tuple[Any, ...] | None:
 
     mlp = layer.mlp
     kind: Any = type(mlp)  # typed: mypy takes no class of modules for hashable
-    if not _is_like(kind, GATED) or _is_changed(mlp):
+    if not is_like(kind, GATED) or _is_changed(mlp):
         return None
     linears = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    first, second = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+    first, second = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
     activation = _number(mlp.act_fn)
     if activation is None or None in (first, second) or not all(map(_is_plain, linears)):
         return None
@@ -196,9 +188,7 @@ def _projections(attention: Any) -> tuple[nn.Linear, ...]:
     """The linear layers of queries, keys, values and outputs, if they are plain and all that the
     attention computes before and after its heads, but for norms of them; else none."""
     own = attention._modules
-    # transformers' own hook collects weights where a caller wants them
-    homes = {hook.__module__ for hook in attention._forward_hooks.values()}
-    if homes - {"transformers.utils.output_capturing"} or attention._forward_pre_hooks:
+    if not only_captures(attention):
         return ()
     if _is_joint(attention) and "forward" not in vars(attention):
         children = tuple(own[name] for name in ("q_proj", "kv_a_proj", "o_proj"))
@@ -226,7 +216,7 @@ def _is_known(layer: nn.Module) -> bool:
     if not {FIRST, SECOND, "self_attn", "mlp"} <= {*layer._modules}:
         return False
     kind: Any = type(layer)
-    if not _is_like(kind, LAYER) or (parts := _parts(layer)) is None:
+    if not is_like(kind, LAYER) or (parts := _parts(layer)) is None:
         return False
     own = "forward" not in vars(layer) or function_of(layer, "forward") is forward
     return own and bool(parts[2].weight.is_cpu)
@@ -246,8 +236,20 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def only_captures(module: nn.Module) -> bool:
+    """Whether a module has no hooks but transformers' own, which collects outputs where a caller
+    wants them."""
+    homes = {hook.__module__ for hook in module._forward_hooks.values()}
+    return not homes - {"transformers.utils.output_capturing"} and not module._forward_pre_hooks
+
+
+def is_plain_layer(layer: nn.Module) -> bool:
+    """Whether calling a layer runs `forward` and nothing else."""
+    return function_of(layer, "forward") is forward and only_captures(layer)
+
+
 @cache
-def _is_like(kind: Any, known: tuple[str, str]) -> bool:
+def is_like(kind: Any, known: tuple[str, str]) -> bool:
     """Whether a class has the source of a known one, but for names."""
     folder, name = known
     file = import_module(f"transformers.models.{folder}.modeling_{folder}")
@@ -255,14 +257,14 @@ def _is_like(kind: Any, known: tuple[str, str]) -> bool:
     return bool(text) and text == text_of(getattr(file, name))
 
 
-def _norm(module: Any) -> Any:
+def norm_of(module: Any) -> Any:
     """A norm as the kernel takes it; None if its class has another source, or it has hooks or a
     forward of its own."""
     from regard.ops.kernels.chaining import Norm  # imports numba
 
     kind: Any = type(module)
     for known, (eps, shift) in NORMS.items():
-        if _is_like(kind, known) and not _is_changed(module):
+        if is_like(kind, known) and not _is_changed(module):
             return Norm(module.weight, getattr(module, eps), shift)
     return None
 

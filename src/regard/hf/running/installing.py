@@ -20,6 +20,7 @@ from regard.hf.packages import check_version
 from regard.hf.running import heads, latent, registering
 from regard.hf.running.binding import bind, is_patched, method, replace, restore
 from regard.hf.running.decoder_layers import bind_layers
+from regard.hf.running.decoder_models import bind_models
 from regard.hf.running.probing import disagreement
 from regard.hf.running.products import bind_linear
 from regard.layers.forms.tied_kv import TiedKeys
@@ -197,6 +198,8 @@ def install(model: nn.Module, *, precision: str = "strict", linear: bool = True)
     none = "has no row in regard.hf.families"
     left = {name: _difference_of(m, none) for name, m in others.items() if name not in called}
     bound = (bind_linear(model), bind_layers(model)) if linear else (0, 0)
+    if linear:
+        bind_models(model)
     return Installation(type(model).__name__, layers, left, called, *bound)
 
 

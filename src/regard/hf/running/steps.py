@@ -272,7 +272,8 @@ def _step_over(
     if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return None
     paged, held = type(cache) is PagedCache, cache.buffers
-    run_one = (_in_pages if paged else in_buffers)(prepared, cache)
+    make: Callable[..., Any] = _in_pages if paged else in_buffers
+    run_one = make(prepared, cache)
     if run_one is None:
         return None
     room = sys.maxsize if paged else cache.length + held[0].shape[2] - _rows(cache)
@@ -286,17 +287,28 @@ def _rows(cache: Any) -> int:
     return cache.rows if isinstance(cache, Evicting) else cache.length
 
 
-def in_buffers(prepared: Prepared, cache: Any) -> Callable[..., Tensor | None] | None:
+class BufferStep(NamedTuple):
+    """The function of a step over buffers, which hold the tokens that a cache counts."""
+
+    plan: Any  # of the kernels
+    buffers: tuple[Any, Any]  # of keys and values
+
+    def __call__(self, cache: Any, *heads: Tensor, **options: Any) -> Tensor | None:
+        out: Tensor | None = self.plan.run(*heads, *self.buffers, _rows(cache), **options)
+        return out
+
+
+def in_buffers(prepared: Prepared, cache: Any) -> BufferStep | None:
     """The function of a step over buffers; None if their codes are of another kind."""
     from regard.ops.kernels.encoding import codes_of  # imports numba
     from regard.ops.kernels.stepping import Plan
 
-    streams = streams_with_room(cache) if isinstance(cache, Quantizing) else cache.buffers
+    streams: Any = streams_with_room(cache) if isinstance(cache, Quantizing) else cache.buffers
     codes = codes_of(streams)
     if codes is None:
         return None
     plan: Any = Plan.of(*sizes_of(prepared.call), *codes, biased=_is_of_rows(prepared.call.mask))
-    return lambda cache, q, k, v, **options: plan.run(q, k, v, *streams, _rows(cache), **options)
+    return BufferStep(plan, streams)
 
 
 def _in_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | None] | None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,12 +68,43 @@ class Product(NamedTuple):
     waits: bool = False  # for the product before it in the chain
 
 
+class Held(NamedTuple):
+    """Tensors whose addresses are kept between calls. Each may be moved or changed in place."""
+
+    tensors: tuple[Tensor, ...]
+    addresses: list[int]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> "Held":
+        """Tensors as they are now."""
+        kept = tuple(tensors)
+        return cls(kept, [x.data_ptr() for x in kept], [x.shape for x in kept],
+                   [x.dtype for x in kept])  # fmt: skip
+
+    @classmethod
+    def joined(cls, several: "Iterable[Held]") -> "Held":
+        """All of these tensors, each once."""
+        rows = dict.fromkeys(row for held in several for row in zip(*held, strict=True))
+        kept, *others = zip(*rows, strict=True)
+        return cls(kept, *map(list, others))
+
+    def is_unchanged(self) -> bool:
+        """Whether all lie where they did, with their shapes and dtypes, as the kernels read them.
+        The loops run in C: a step of a whole model asks this of hundreds of tensors."""
+        tensors = self.tensors
+        if [*map(Tensor.data_ptr, tensors)] != self.addresses:
+            return False
+        if [x.shape for x in tensors] != self.shapes or [x.dtype for x in tensors] != self.dtypes:
+            return False
+        return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+
+
 class PreparedChain(NamedTuple):
     """A chain of products for given parameters, which any number of calls run."""
 
-    # the parameters, their addresses and shapes, which are compared at each call: each may be moved
-    # or changed in place before the next one
-    held: tuple[tuple[Tensor, int, torch.Size], ...]
+    held: Held  # the parameters
     dtype: torch.dtype  # of the parameters
     address: int  # of the machine code
     length: int  # products
@@ -93,30 +125,43 @@ class PreparedChain(NamedTuple):
         for x, width in zip(inputs, self.inputs, strict=True):
             if x.shape[-1] != width or x.numel() != rows * width or not is_plain(x, self.dtype):
                 return None
-        for x, address, shape in self.held:
-            if x.data_ptr() != address or x.shape != shape or x.dtype is not self.dtype:
-                return None
-            if not x.is_contiguous() or x.is_neg():
-                return None
+        if not self.held.is_unchanged():
+            return None
         axes = inputs[0].shape[:-1]
         outputs = tuple(inputs[0].new_empty((*axes, width)) for width in self.outputs)
         threads = min(self.tasks, torch.get_num_threads())
-        rows_at = LINE + -(-4 * self.gates * rows // LINE) * LINE
-        scratch = rows_at + 4 * rows * self.widest
-        counters = counter_bytes(self.length, threads)
-        begin = counters + threads * scratch
-        space = workspace(begin + 4 * rows * sum(self.between))
+        counters, scratch = self.counter_bytes(threads), threads * self.scratch_bytes(rows)
+        space = workspace(counters + scratch + 4 * rows * sum(self.between))
         ctypes.memset(space, 0, counters)
-        places, at = [0, *(x.data_ptr() for x in inputs + outputs)], space + begin
+        places, at = [x.data_ptr() for x in inputs + outputs], space + counters + scratch
         for width in self.between:
             places.append(at)
             at += 4 * rows * width
-        data = PACKED.pack(
-            self.length, rows, threads, space, space + counters, scratch, rows_at,
-            *places, *NOWHERE[len(places) :],
-        )  # fmt: skip
-        launch(self.address, data + self.stages, threads)
+        data = self.record(rows, threads, space, space + counters, places)
+        launch(self.address, data, threads)
         return outputs
+
+    def record(
+        self, rows: int, threads: int, counters: int, scratch: int, places: Sequence[int]
+    ) -> bytes:
+        """A call as the kernel reads it: addresses of zeroed counters, of the threads' scratch, and
+        of the rows by their numbers."""
+        return PACKED.pack(
+            self.length, rows, threads, counters, scratch, self.scratch_bytes(rows),
+            self._rows_at(rows), 0, *places, *NOWHERE[1 + len(places) :],
+        ) + self.stages  # fmt: skip
+
+    def counter_bytes(self, threads: int) -> int:
+        """Of the counters of a call."""
+        return counter_bytes(self.length, threads)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """Of the scratch of a thread."""
+        return self._rows_at(rows) + 4 * rows * self.widest
+
+    def _rows_at(self, rows: int) -> int:
+        """Bytes of a thread's scratch before the rows: sums, and the gates of a task."""
+        return LINE + -(-4 * self.gates * rows // LINE) * LINE
 
 
 def prepare(inputs: int, outputs: int, *products: Product) -> PreparedChain | None:
@@ -148,7 +193,7 @@ def prepare(inputs: int, outputs: int, *products: Product) -> PreparedChain | No
         return None
     sizes = tuple(widths[number] for number in sorted(widths))
     return PreparedChain(
-        held=tuple((x, x.data_ptr(), x.shape) for x in parameters),
+        held=Held.of(parameters),
         dtype=dtype,
         address=address_of(strip),
         length=len(products),

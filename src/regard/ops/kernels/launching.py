@@ -155,16 +155,21 @@ def memory(
     tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
 ) -> tuple[int, int, int, int]:
     """Addresses in one workspace: zeroed counters, partial results, scratch, `more` bytes."""
-    of_part, of_thread = _bytes(tile, rows)
-    counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
+    of_part, of_thread = bytes_of(tile, rows)
+    counters = counters_of(heads)
     parts, scratch = heads * ranges * of_part, threads * of_thread
     start = workspace(counters + parts + scratch + more)
     ctypes.memset(start, 0, counters)
     return start, start + counters, start + counters + parts, start + counters + parts + scratch
 
 
+def counters_of(heads: int) -> int:
+    """Bytes of the int64 counters of a call: tasks, threads, finished tasks of each head."""
+    return -(-8 * (heads + 2) // LINE) * LINE
+
+
 @functools.cache
-def _bytes(tile: Tile, rows: int) -> tuple[int, int]:
+def bytes_of(tile: Tile, rows: int) -> tuple[int, int]:
     """Bytes of a task's result, and of a thread's scratch."""
     padded = tile.padded(rows)
     return padded * tile.part_bytes, padded * tile.scratch_bytes + tile.block_bytes

@@ -28,7 +28,13 @@ from regard.compiling import compiled_from, part
 from regard.ops.kernels import appending, encoding, intrinsics, vectors
 from regard.ops.kernels.appending import put
 from regard.ops.kernels.encoding import number
-from regard.ops.kernels.intrinsics import _type_of, emits, floats, next_number
+from regard.ops.kernels.intrinsics import (
+    _type_of,
+    current_number,
+    emits,
+    floats,
+    next_number,
+)
 from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import INT32, INT64
 
@@ -283,13 +289,6 @@ def scale(e, strip, row, width, factor, weight, shift):
         ws = e.elements(e.advance(weight, first, strip.item), count, strip.half)
         for i, (x, w) in enumerate(zip(xs, ws, strict=True)):
             e.write(b.fmul(b.fmul(x, factor), b.fadd(w, shift)), place, 4 * e.lanes * i)
-
-
-@emits(types.int64)
-@no_type_check
-def current_number(e, address):
-    """The number in a counter that other threads change."""
-    return e.builder.load_atomic(e.pointer(INT64, address), "acquire", 8)
 
 
 @no_type_check

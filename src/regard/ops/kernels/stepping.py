@@ -5,7 +5,7 @@ The operators that do the same take several times as long as their work in a sma
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -111,21 +111,59 @@ class Plan(NamedTuple):
         m, threads = h // g, torch.get_num_threads()
         ranges, range_keys = self.tile.ranges(length + 1, b * g, threads)
         threads = min(threads, b * g * ranges)
-        queries, spare = self.item * h * d * b, 8 * max(d, dv)
-        room = 4 * m * g * b + queries + spare
-        *places, rotated = memory(self.tile, m, b * g, ranges, threads, room)
-        lse = rotated + queries + spare
-        _append(at, length, self, rotation, neighbours, rotated)
+        queries, spare = self.query_bytes, self.spare_bytes
+        *places, rotated = memory(self.tile, m, b * g, ranges, threads, 4 * h * b + queries + spare)
+        append_kernel(dtype is torch.bfloat16, neighbours, self.keys, self.values)(
+            self.append_record(at, length, rotation, rotated)
+        )
         out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
-        data = PACKED.pack(
-            b, g, m, length + 1, rotated, h * d, m * d, d, *at[3], *at[4], *at[5], *at[6],
-            *NOWHERE, *NO_LATENTS, *added, out.data_ptr(), lse, *places, ranges, range_keys,
-            scale * LOG2E,
-        )  # fmt: skip
+        results = out.data_ptr(), rotated + queries + spare
+        data = self.attend_record(
+            at[3:], length + 1, rotated, added, (*results, *places), (ranges, range_keys), scale
+        )
         launch(self.address, data, threads)
         if self.values.rotated:
             mixing()(out.data_ptr(), b * h, dv, self.values.rotated)
         return out.to(dtype)
+
+    @property
+    def query_bytes(self) -> int:
+        """Of the rotated queries."""
+        return self.item * self.heads * self.width * self.batch
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of two rows of float32, in which codes are made."""
+        return 8 * max(self.width, self.value_width)
+
+    def append_record(
+        self, at: Sequence[Place], length: int, rotation: Rotation, target: int
+    ) -> bytes:
+        """The call that appends, as its kernel reads it. `at` has the places of queries, keys,
+        values, both buffers and their scales; rotated queries are written to the address `target`,
+        before `spare_bytes`, keys and values to the slot `length`."""
+        q, k, v, keys, values, of_keys, of_values = at
+        dtype, b, h, g, d, dv = self[:6]
+        item = dtype.itemsize
+        return appending.PACKED.pack(
+            b, h, g, d, d, dv, rotation[0], *rotation, *q[:3], *k[:3], *v[:3], target,
+            *slot(keys, length, 1 if self.keys.bits else item),
+            *slot(values, length, 1 if self.values.bits else item),
+            *slot(of_keys, length, 2), *slot(of_values, length, 2), target + self.query_bytes,
+        )  # fmt: skip
+
+    def attend_record(
+        self, buffers: Sequence[Place], keys: int, rotated: int, added: Place,
+        memory: Sequence[int], ranges: tuple[int, int], scale: float,
+    ) -> bytes:  # fmt: skip
+        """The call that attends to so many `keys`, as its kernel reads it. `memory` has the
+        addresses of outputs, log-sum-exps, zeroed counters, partial results and scratch."""
+        _, b, h, g, d, _ = self[:6]
+        m = h // g
+        return PACKED.pack(
+            b, g, m, keys, rotated, h * d, m * d, d, *(x for place in buffers for x in place),
+            *NOWHERE, *NO_LATENTS, *added, *memory, *ranges, scale * LOG2E,
+        )  # fmt: skip
 
 
 def _places(
@@ -140,8 +178,8 @@ def _places(
     """The addresses and strides of queries, keys, values, both buffers, and the scales of both;
     None if unusable."""
     dtype, b, h, g, d, dv = plan[:6]
-    of_keys = _places_of_buffer(keys, plan.keys, length, dtype, (b, g, d))
-    of_values = _places_of_buffer(values, plan.values, length, dtype, (b, g, dv))
+    of_keys = places_of_buffer(keys, plan.keys, length, dtype, (b, g, d))
+    of_values = places_of_buffer(values, plan.values, length, dtype, (b, g, dv))
     found = (
         place_if_readable(q, dtype, (b, h, 1, d)),
         place_if_readable(k, dtype, (b, g, 1, d)),
@@ -154,7 +192,7 @@ def _places(
     return None if None in found else cast("tuple[Place, ...]", found)
 
 
-def _places_of_buffer(
+def places_of_buffer(
     x: AnyStream,
     codes: Codes,
     length: int,
@@ -186,29 +224,6 @@ def place_of_buffer(
     return place_if_readable(x, dtype, (batch, heads, shape[2], width))
 
 
-def _append(
-    at: tuple[Place, ...],
-    length: int,
-    plan: Plan,
-    rotation: Rotation,
-    neighbours: bool,
-    target: int,
-) -> None:
-    """Rotated queries at the address `target`, followed by memory for two rows; keys and values in
-    the slot `length`."""
-    q, k, v, keys, values, of_keys, of_values = at
-    dtype, b, h, g, d, dv = plan[:6]
-    item = dtype.itemsize
-    spare = target + plan.item * h * d * b
-    data = appending.PACKED.pack(
-        b, h, g, d, d, dv, rotation[0], *rotation, *q[:3], *k[:3], *v[:3], target,
-        *slot(keys, length, 1 if plan.keys.bits else item),
-        *slot(values, length, 1 if plan.values.bits else item),
-        *slot(of_keys, length, 2), *slot(of_values, length, 2), spare,
-    )  # fmt: skip
-    append_kernel(dtype is torch.bfloat16, neighbours, plan.keys, plan.values)(data)
-
-
 def slot(place: Place, length: int, item: int) -> tuple[int, int, int]:
     """The address of a buffer's slot, and the strides of batch and heads."""
     address, batch, head, row = place
@@ -238,5 +253,10 @@ def append_kernel(
     half: bool, neighbours: bool, keys: Codes = NUMBERS, values: Codes = NUMBERS
 ) -> Callable[[bytes], None]:
     """A C function of one packed `Append` record, for bfloat16 or float32."""
-    address = appending.kernel(half, neighbours, keys, values).address
+    address = append_address(half, neighbours, keys, values)
     return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)
+
+
+def append_address(half: bool, neighbours: bool, keys: Codes, values: Codes) -> int:
+    """The address of its machine code."""
+    return int(appending.kernel(half, neighbours, keys, values).address)

@@ -1,0 +1,208 @@
+"""Decoders of Llama's form: a decoding step of all layers in one call of compiled code.
+
+Between the kernels of two layers, Python and torch take a tenth of a millisecond. A step like the
+one before it needs neither: the steps of attention that `steps.py` has recorded for each layer, and
+the products of `decoder_layers.py`, run one after the other in one call.
+"""
+
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from regard.hf.families import rotating
+from regard.hf.families.recognising import known_family
+from regard.hf.families.table import Family
+from regard.hf.running import decoder_layers
+from regard.hf.running.binding import bind, function_of
+from regard.hf.running.calls import outputs_collected
+from regard.hf.running.facts import Facts
+from regard.hf.running.products import gains
+from regard.hf.running.steps import BufferStep, InstalledStep, settings_of
+from regard.ops.backends import BACKENDS
+from regard.ops.backends.common import addend, is_finite
+from regard.ops.observed import report_backend
+from regard.tracing import is_immediate
+
+# Classes with the source of these are known, each in its folder of transformers
+MODELS = ("llama", "LlamaModel"), ("mistral", "MistralModel"), ("qwen3", "Qwen3Model")
+# Arguments of a call that a step takes; others are None
+ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+
+
+def bind_models(model: nn.Module) -> int:
+    """Bind `forward` to the decoders of the known form, and return how many have it."""
+    decoders = [each for each in model.modules() if _is_known(each)]
+    for decoder in decoders:
+        bind(decoder, forward)
+    return len(decoders)
+
+
+def _is_known(model: Any) -> bool:
+    kind: Any = type(model)  # typed: mypy takes no class of modules for hashable
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        return False
+    if any(function_of(each, "forward") is not decoder_layers.forward for each in layers):
+        return False
+    own = "forward" not in vars(model) or function_of(model, "forward") is forward
+    return own and any(decoder_layers.is_like(kind, each) for each in MODELS)
+
+
+def forward(self: Any, *args: Any, **given: Any) -> Any:
+    """The forward of the decoder's class; of one token on a CPU, without gradients, quicker."""
+    states = None if args else _states(self, given)
+    if states is None:
+        return type(self).forward(self, *args, **given)
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    cache = given["past_key_values"]
+    return BaseModelOutputWithPast(last_hidden_state=self.norm(states), past_key_values=cache)
+
+
+def _states(model: Any, given: dict[str, Any]) -> Tensor | None:
+    """The hidden states after all layers, in a step that is like the one before it; None, and the
+    cache is as before, in other calls."""
+    tokens: Any = given.get("input_ids")
+    cache: Any = given.get("past_key_values")
+    if not isinstance(tokens, Tensor) or not is_immediate(tokens) or tokens.shape[-1:] != (1,):
+        return None
+    if not hasattr(cache, "append") or not _wants_states_alone(model, given):
+        return None
+    length, mask = cache.get_seq_length(), given.get("attention_mask")
+    if not _is_of_rows(mask, (*tokens.shape[:-1], length + 1)):
+        return None
+    bias = None if mask is None or mask.all() else addend(mask.bool(), None, torch.float32)
+    if not _has_steps(cache, biased=bias is not None):
+        return None
+    step = _step(model, cache)
+    if step.kernels is None or not all(layer.is_current(length) for layer in step.layers):
+        return None
+    x, positions = model.embed_tokens(tokens), given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, length + 1, device=x.device).unsqueeze(0)
+    angles = tuple(each.float() for each in model.rotary_emb(x, position_ids=positions))
+    if not all(layer.step.fits(layer.held.cache, x) for layer in step.layers):
+        return None
+    out = step.kernels.run(x, angles, length, bias)
+    if out is None:
+        del _steps[model][cache]  # a tensor was moved: the next call has another step
+        return None
+    if bias is not None and not is_finite(out):  # hidden keys may be infinite, or NaN
+        return None
+    for layer in step.layers:
+        layer.held.cache.count(1)
+        report_backend(BACKENDS["fused"].run)
+    return cast(Tensor, out)
+
+
+def _wants_states_alone(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a call wants hidden states and a filled cache, and nothing else."""
+    if model.training or _has_any_global_hook() or outputs_collected(model.config):
+        return False
+    if any(value is not None for name, value in given.items() if name not in ARGUMENTS):
+        return False
+    use_cache = given.get("use_cache")
+    return bool(model.config.use_cache if use_cache is None else use_cache)
+
+
+def _is_of_rows(mask: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a model's mask, if there is one, tells for each row which keys it sees, and each row
+    sees one."""
+    if mask is None:
+        return True
+    if not isinstance(mask, Tensor) or not is_immediate(mask) or not mask.is_cpu:
+        return False
+    return mask.shape == shape and bool(mask.any(-1).all())
+
+
+def _has_steps(cache: Any, *, biased: bool) -> bool:
+    """Whether all layers of a cache have recorded steps over buffers, under masks of that kind."""
+    steps: list[Any] = [getattr(layer, "step", None) for layer in cache.layers]
+    recorded = all(type(each) is InstalledStep for each in steps)
+    return recorded and all(type(x.run_one) is BufferStep and x.biased is biased for x in steps)
+
+
+# ---- the step of a model over a cache ----
+
+
+class StepOfLayer(NamedTuple):
+    """The attention of a layer, its place in the cache, and the step that it has recorded there."""
+
+    family: Family
+    attention: Any
+    held: Any
+    step: InstalledStep
+
+    def is_current(self, length: int) -> bool:
+        """Whether the step is of the module's present settings, and the cache holds so many tokens,
+        as those of the other layers do."""
+        same = self.step.settings == settings_of(self.family, self.attention)
+        return same and self.held.cache.length == length
+
+
+class DecoderStep(NamedTuple):
+    """A step of all layers, and the values that the next one shares."""
+
+    facts: Facts
+    layers: tuple[StepOfLayer, ...]
+    kernels: Any  # a `ModelStep`; None of layers that the kernels do not run together
+
+    def is_of(self, cache: Any) -> bool:
+        """Whether the layers of a cache have the steps that this one was made of."""
+        at = {id(each) for each in cache.layers}
+        return all(x.held.step is x.step and id(x.held) in at for x in self.layers)
+
+
+_steps: "WeakKeyDictionary[nn.Module, WeakKeyDictionary[Any, DecoderStep]]" = WeakKeyDictionary()
+
+
+def _step(model: Any, cache: Any) -> DecoderStep:
+    """The step of a model over a cache: the last one, unless a module or a layer's step changed."""
+    of_model = _steps.setdefault(model, WeakKeyDictionary())
+    step = of_model.get(cache)
+    if step is None or not step.facts.hold() or not step.is_of(cache):
+        step = of_model[cache] = _new_step(model, cache)
+    return step
+
+
+def _new_step(model: Any, cache: Any) -> DecoderStep:
+    from regard.ops.kernels.model_stepping import LayerStep, prepare_model  # imports numba
+
+    layers = model.layers[: model.config.num_hidden_layers]
+    plans, steps, own = [*map(decoder_layers.plan_of, layers)], [], []
+    for layer, plan in zip(layers, plans, strict=True):
+        family, held = known_family(layer.self_attn), cache.layers[layer.self_attn.layer_idx]
+        steps.append(StepOfLayer(family, layer.self_attn, held, held.step))
+        norms = _head_norms(family, layer.self_attn)
+        if plan.after_wide is not None and gains(plan.before.dtype) and norms is not None:
+            rotates, scale = family.rotate is rotating.halves, held.step.scale
+            heads, buffers = held.step.run_one
+            chains = plan.before, plan.after_wide
+            own.append(LayerStep(*chains, heads, buffers, scale, rotates, norms))
+    whole = len(own) == len(layers) and all(map(decoder_layers.is_plain_layer, layers))
+    most = min(each.step.most for each in steps)
+    facts = Facts.joined((_facts(model, layers), *(plan.facts for plan in plans)))
+    return DecoderStep(facts, tuple(steps), prepare_model(own, most) if whole else None)
+
+
+def _head_norms(family: Family, attention: Any) -> tuple[Any, ...] | None:
+    """The norms of an attention's queries and keys, or none of a family without; None of one that
+    computes more between the products of its children and its cache, but for rotation."""
+    names = family.project.children
+    if names is None or family.rotate not in (rotating.halves, rotating.not_rotated):
+        return None
+    if names.norm is None:
+        return ()
+    norms = tuple(map(decoder_layers.norm_of, (attention.q_norm, attention.k_norm)))
+    return None if None in norms or names.norm != "head" else norms
+
+
+def _facts(model: Any, layers: Any) -> Facts:
+    """Which layers a model has, and the forwards and hooks of these."""
+    entries = [(model._modules, "layers"), (vars(model.config), "num_hidden_layers")]
+    entries += [(model.layers._modules, name) for name in model.layers._modules]
+    entries += [(vars(layer), "forward") for layer in layers]
+    return Facts.of(entries, [x for y in layers for x in (y._forward_hooks, y._forward_pre_hooks)])

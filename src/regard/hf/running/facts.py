@@ -1,0 +1,40 @@
+"""Facts about the modules of a model on which compiled code relies: compared before each call.
+
+Offloading, adapters, hooks and quantisation change modules, and so the facts.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+
+class Facts(NamedTuple):
+    """The values of keys in dictionaries of modules, and the hooks of modules."""
+
+    homes: tuple[dict[str, Any], ...]
+    keys: tuple[str, ...]  # one of each dictionary
+    values: tuple[Any, ...]  # None of a key that is not there
+    hooks: tuple[dict[int, Any], ...]
+    numbers: list[tuple[int, ...]]  # of the hooks
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[Any, str]], hooks: Iterable[Any]) -> "Facts":
+        """The present facts: `entries` are dictionaries and keys, `hooks` dictionaries of hooks."""
+        homes, keys = [*zip(*entries, strict=True)] or ((), ())
+        hooks = tuple(hooks)
+        return cls(homes, keys, (*map(dict.get, homes, keys),), hooks, [*map(tuple, hooks)])
+
+    @classmethod
+    def joined(cls, parts: Iterable["Facts"]) -> "Facts":
+        """All of these facts."""
+        homes, keys, values, hooks, numbers = map(chain.from_iterable, zip(*parts, strict=True))
+        return cls(tuple(homes), tuple(keys), tuple(values), tuple(hooks), [*numbers])
+
+    def hold(self) -> bool:
+        """Whether the facts are as they were. The loops run in C: a model has some 2,000 facts."""
+        same = all(map(is_, map(dict.get, self.homes, self.keys), self.values))
+        return same and [*map(tuple, self.hooks)] == self.numbers
+
+
+NO_FACTS = Facts.of((), ())

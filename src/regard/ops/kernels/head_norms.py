@@ -1,0 +1,65 @@
+"""RMSNorms of the queries and keys of a decoding step (arXiv:1910.07467), each head on its own, in
+place and before rotation. The squares are summed in float32, and the result is rounded once."""
+
+import functools
+import math
+import struct
+from typing import Any, NamedTuple, no_type_check
+
+import numba
+import numpy as np
+from numba import carray, types
+
+from regard.compiling import compiled_from, part
+from regard.ops.kernels import appending, encoding, intrinsics
+from regard.ops.kernels.appending import put
+from regard.ops.kernels.encoding import number
+
+
+class HeadNorm(NamedTuple):
+    """The norm of queries, or that of keys. Addresses are in bytes."""
+
+    x: int  # address of [rows, width], contiguous
+    rows: int  # heads of all sequences
+    width: int
+    weight: int  # address of [width]
+    shift: float  # added to the weight
+    eps: float  # added to the mean square
+
+
+_FLOATS = ("shift", "eps")
+_NORM = np.dtype([(name, np.float64 if name in _FLOATS else np.int64) for name in HeadNorm._fields])
+RECORD = np.dtype([("each", _NORM, (2,))])  # as the kernel reads it
+PACKED = struct.Struct("4q2d")  # each of the two, as Python packs it
+SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
+
+
+@functools.cache
+@no_type_check
+def kernel(half: bool) -> Any:
+    """The machine code for bfloat16 or float32: a C function of the address of one record."""
+    item = 2 if half else 4
+
+    def norm_heads(data):
+        call = carray(data, 1)[0]
+        for i in range(2):
+            norm = call.each[i]
+            for row in range(norm.rows):
+                norm_row(norm, norm.x + item * row * norm.width, half)
+
+    return compiled_from(norm_heads, SIGNATURE, appending, encoding, intrinsics)
+
+
+@part
+@no_type_check
+def norm_row(norm, row, half):
+    """A row over the root of its mean square, times the weight."""
+    total = np.float32(0)
+    for i in range(norm.width):
+        x = number(row, i, half)
+        total += x * x
+    mean = total / np.float32(norm.width) + np.float32(norm.eps)
+    factor = np.float32(1) / np.float32(math.sqrt(mean))
+    for i in range(norm.width):
+        weight = number(norm.weight, i, half) + np.float32(norm.shift)
+        put(row, i, number(row, i, half) * factor * weight, half)

@@ -48,11 +48,20 @@ from regard import (
 )
 from regard.cache import Cache
 from regard.distributed import ShardedCache
-from regard.ops.kernels import chaining, latent_stepping, launching, paged_stepping, stepping
+from regard.hf.running import decoder_models
+from regard.ops.kernels import (
+    chaining,
+    latent_stepping,
+    launching,
+    model_stepping,
+    paged_stepping,
+    stepping,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "step-costs.json"
 SIZE, HEADS, KV_HEADS, WIDTH = 64, 8, 2, 8  # of a layer: hidden size, heads, key heads, head dim
 PAST, ROOM, LAYERS = 20, 64, 4  # tokens before the steps and after them; layers of the model
+LAUNCHING = launching, stepping, latent_stepping, chaining, model_stepping
 PACKAGE = str(Path(regard.__file__).parent)
 Run = Callable[[], Any]
 
@@ -79,9 +88,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.patches = ExitStack()
         kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "memory": (self._clearing, (launching, stepping, latent_stepping)),
-            "workspace": (self._zeroed, (chaining,)),
-            "launch": (self._kept, (launching, stepping, latent_stepping, chaining)),
+            # kernels count their tasks in memory that has to be zero before each call
+            "memset": (self._kept, (ctypes,)),
+            "memmove": (self._kept, (ctypes,)),
+            "launch": (self._kept, LAUNCHING),
             "append_kernel": (self._kept_of, (stepping, latent_stepping, paged_stepping)),
             "isend": (self._kept, (dist,)),
             "irecv": (self._kept, (dist,)),
@@ -96,8 +106,9 @@ class Recording(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.patches.close()
-        # kernels of the recording work in this memory, also after a larger one has replaced it
+        # kernels of the recording work in this memory, also after another one has replaced it
         self.results.append(getattr(launching._local, "space", None))
+        self.results += [each for held in decoder_models._steps.values() for each in held.values()]
 
     def play(self) -> None:
         """All of them again; then messages are waited for."""
@@ -114,26 +125,6 @@ class Recording(TorchFunctionMode):
 
     def _kept_of(self, make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
         return lambda *args: self._kept(make(*args))
-
-    def _clearing(self, memory: Callable[..., Any]) -> Callable[..., Any]:
-        """Kernels count their tasks in memory that has to be zero before each call."""
-
-        def kept(*args: Any) -> Any:
-            places = memory(*args)
-            self.runs.append(partial(ctypes.memset, places[0], 0, places[1] - places[0]))
-            return places
-
-        return kept
-
-    def _zeroed(self, workspace: Callable[[int], int]) -> Callable[[int], int]:
-        """The same, of chains of products."""
-
-        def kept(size: int) -> int:
-            address = workspace(size)
-            self.runs.append(partial(ctypes.memset, address, 0, chaining.COUNTERS))
-            return address
-
-        return kept
 
 
 def steps(step: Callable[[], Any], cache: Any) -> Run:

@@ -55,18 +55,18 @@ def test_steps_compute_what_the_shipped_model_does(name, batch, runs):
     assert logits_of(model, batch=batch).equal(shipped)
 
 
-KINDS = {"growing": {}, "static": {"max_length": 20}, "int8": {}, "int4": {}}
+KINDS = {"growing": {}, "static": {"max_length": 20}, "int8": {}, "int4": {}, "k8v4": {}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
-def test_steps_have_the_bits_of_layers_that_run_one_by_one(name, kind, runs, monkeypatch):
+def test_steps_are_those_of_layers_that_run_one_by_one(name, kind, runs, monkeypatch):
     model = model_of(name, hidden_size=128, head_dim=32)
     regard.hf.install(model)
     found = logits_of(model, regard.hf.cache(model, kind, **KINDS[kind]))
     assert runs == [True] * REPEATED
     monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
-    assert logits_of(model, regard.hf.cache(model, kind, **KINDS[kind])).equal(found)
+    assert_same(logits_of(model, regard.hf.cache(model, kind, **KINDS[kind])), found)
     assert len(runs) == REPEATED
 
 
@@ -86,7 +86,7 @@ def test_bfloat16_is_as_near_to_float32_as_layer_by_layer(name, kind, runs, monk
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("paged", {"page_size": 16, "tokens": 64}), ("k8v4", {}), ("condensing", {}),
+    ("paged", {"page_size": 16, "tokens": 64}), ("condensing", {}),
     ("evicting", {"budget": 6, "recent": 2, "sinks": 1}),
 ])  # fmt: skip
 def test_other_caches_run_layer_by_layer(kind, options, runs):
@@ -131,7 +131,7 @@ def test_arguments_of_a_call(given, whole, runs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padded_rows_have_the_bits_of_layers_that_run_one_by_one(dtype, runs, monkeypatch):
+def test_padded_rows_are_those_of_layers_that_run_one_by_one(dtype, runs, monkeypatch):
     model, mask = model_of("Qwen3").to(dtype), torch.ones(3, PROMPT + STEPS, dtype=torch.int64)
     mask[0, :3] = mask[2, 1:4] = 0
     regard.hf.install(model)
@@ -309,6 +309,27 @@ def test_two_threads_write_with_caches_of_their_own():
     for outs in found.values():
         for out in outs:
             assert_same(out, wanted)
+
+
+@pytest.mark.parametrize("change", ["of the weight", "of a constant", "by a hook", "of the module"])
+def test_a_last_norm_that_changes_between_two_steps(change):
+    def changed(own):
+        cache = regard.hf.cache(own) if is_bound(own.model) else DynamicCache()
+        first, norm = logits_with(own, cache), own.model.norm
+        if change == "of the weight":
+            norm.weight = nn.Parameter(norm.weight.detach() / 2)
+        elif change == "of a constant":
+            norm.variance_epsilon = 0.5
+        elif change == "by a hook":
+            norm.register_forward_hook(lambda module, given, out: out / 2)
+        else:
+            own.model.norm = nn.Identity()
+        return torch.cat([first, logits_with(own, cache, TOKENS[:2, 6:9])], dim=1)
+
+    model = model_of("Llama")
+    wanted = changed(copy.deepcopy(model))
+    regard.hf.install(model)
+    assert_same(changed(model), wanted)
 
 
 @pytest.mark.parametrize("change", ["removed", "exchanged", "hooked", "patched"])

@@ -7,7 +7,7 @@ pytest.importorskip("numba")
 
 from regard import QuantizedCache
 from regard.cache.quantized import streams_with_room
-from regard.ops.kernels.encoding import Codes, codes_of, mixing
+from regard.ops.kernels.encoding import Codes, codes_of, mix_all
 
 
 def sylvester(width):
@@ -29,7 +29,7 @@ def test_blocks_of_channels_are_multiplied_by_their_matrices(channels, blocks):
         expected[:, start : start + block] = piece @ sylvester(block)
         start += block
     got = rows.clone()
-    mixing()(got.data_ptr(), 3, channels + 2, channels)
+    mix_all(got.data_ptr(), 3, channels + 2, channels)
     assert (got.double() - expected).abs().max() <= 1e-6 * rows.abs().max()
     assert got[:, start:].equal(rows[:, start:])
 

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("numba")
 
 from regard.ops.kernels import head_norms
+from regard.ops.kernels.chaining import Norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,8 +22,8 @@ def test_each_head_is_normed(dtype, shift):
         x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.double() + shift)
         for x, weight in zip(wide, weights, strict=True)
     ]
-    data = b"".join(
-        head_norms.PACKED.pack(x.data_ptr(), len(x), width, weight.data_ptr(), shift, eps)
+    data = head_norms.record(
+        ((x.data_ptr(), len(x), width), Norm(weight, eps, shift))
         for x, weight in zip(heads, weights, strict=True)
     )
     address = head_norms.kernel(dtype is torch.bfloat16).address

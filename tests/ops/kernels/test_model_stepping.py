@@ -66,6 +66,10 @@ class Layer:
         return x + functional.linear(gated, *map(wide, self.down)), k, v
 
 
+def last_norm(dtype):
+    return Norm(torch.linspace(0.5, 1.5, WIDTH).to(dtype), EPS)
+
+
 def wide(x):
     return None if x is None else x.double()
 
@@ -92,13 +96,14 @@ def test_a_step_is_the_decoder_in_float64(dtype, options, batch):
     layers, length = [Layer(dtype, batch, **options) for _ in range(3)], 17
     steps = [each.step(batch, rotates=i != 1) for i, each in enumerate(layers)]
     x, angles = torch.randn(batch, 1, WIDTH).to(dtype), angles_at(batch)
-    kernels = prepare_model(steps, ROOM)
+    kernels = prepare_model(steps, last_norm(dtype), ROOM)
     for at in (length, length + 1):  # the second after the token that the first has appended
         expected = x[:, 0].double()
         wanted = []
         for i, layer in enumerate(layers):
             expected, *new = layer.reference(expected, None if i == 1 else angles, at)
             wanted.append(new)
+        expected = normed(expected, last_norm(dtype).weight)
         out = kernels.run(x, angles, at)
         assert out.dtype is dtype
         assert out.shape == x.shape
@@ -114,7 +119,8 @@ def test_keys_are_hidden_from_rows_of_the_batch():
     bias = torch.zeros(2, 18)
     bias[0, :5] = bias[1, 11] = -torch.inf
     expected, *_ = layer.reference(x[:, 0].double(), angles, 17, bias[:, None, None].double())
-    kernels = prepare_model([layer.step(2, masked=True)], ROOM)
+    expected = normed(expected, last_norm(torch.float32).weight)
+    kernels = prepare_model([layer.step(2, masked=True)], last_norm(torch.float32), ROOM)
     out = kernels.run(x, angles, 17, bias)
     assert (out[:, 0].double() - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert kernels.run(x, angles, 18, bias) is None  # of one key less
@@ -126,7 +132,7 @@ def test_any_number_of_threads_computes_the_same_bits(dtype, threads):
     """Some of seven threads on fewer processors come late to a kernel."""
     torch.set_num_threads(threads)
     layers = [Layer(dtype, 1) for _ in range(20)]
-    kernels = prepare_model([each.step(1) for each in layers], ROOM)
+    kernels = prepare_model([each.step(1) for each in layers], last_norm(dtype), ROOM)
     x, angles = torch.randn(1, 1, WIDTH).to(dtype), angles_at(1)
     wanted = kernels.run(x, angles, 8)
     for _ in range(60):
@@ -137,7 +143,7 @@ def test_what_the_kernels_do_not_read_is_refused():
     layers = [Layer(torch.float32, 2) for _ in range(2)]
     steps = [each.step(2) for each in layers]
     x, angles = torch.randn(2, 1, WIDTH), angles_at(2)
-    kernels = prepare_model(steps, 20)
+    kernels = prepare_model(steps, last_norm(torch.float32), 20)
     before = [each.keys.clone() for each in layers]
     assert kernels.run(x, angles, 20) is None  # no room
     assert kernels.run(x[:1], angles, 8) is None
@@ -149,15 +155,20 @@ def test_what_the_kernels_do_not_read_is_refused():
     assert kernels.run(x, angles, 8) is None
     layers[0].keys[:, :, 8] = before[0][:, :, 8]
     assert layers[0].keys.equal(before[0])
-    assert prepare_model(steps, 20).run(x, angles, 8) is None  # chains of the weight before
-    assert prepare_model([steps[0], Layer(torch.bfloat16, 2).step(2)], 20) is None
-    assert prepare_model(steps, ROOM + 1) is None
+    assert (
+        prepare_model(steps, last_norm(torch.float32), 20).run(x, angles, 8) is None
+    )  # chains of the weight before
+    assert (
+        prepare_model([steps[0], Layer(torch.bfloat16, 2).step(2)], last_norm(torch.float32), 20)
+        is None
+    )
+    assert prepare_model(steps, last_norm(torch.float32), ROOM + 1) is None
 
 
 def test_a_step_that_runs_in_another_thread_is_refused():
     layer = Layer(torch.float32, 1)
     kernels, x, angles = (
-        prepare_model([layer.step(1)], ROOM),
+        prepare_model([layer.step(1)], last_norm(torch.float32), ROOM),
         torch.randn(1, 1, WIDTH),
         angles_at(1),
     )

@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 import numpy as np
 
 from regard.ops.kernels import head_norms, sequencing
-from regard.ops.kernels.chaining import Matrix, Product, prepare
+from regard.ops.kernels.chaining import Matrix, Norm, Product, prepare
 from regard.ops.kernels.sequencing import KernelCall
 from regard.ops.kernels.threads import launch
 
@@ -55,9 +55,7 @@ def test_each_kernel_reads_the_results_of_the_one_before(threads):
 def test_a_kernel_for_one_thread_runs_once(threads):
     """Norms in place: with each one, a row is multiplied by the weight again."""
     rows, weight = torch.ones(2, 1, 8), torch.full((8,), 3.0)
-    record = b"".join(
-        head_norms.PACKED.pack(x.data_ptr(), 1, 8, weight.data_ptr(), 0.0, 8.0) for x in rows
-    )
+    record = head_norms.record(((x.data_ptr(), 1, 8), Norm(weight, 8.0)) for x in rows)
     running, taken = np.zeros((2, 8), np.int64), np.zeros((2, 8), np.int64)
     where = np.frombuffer(record, np.uint8).ctypes.data
     address = int(head_norms.kernel(False).address)

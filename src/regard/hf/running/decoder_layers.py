@@ -39,6 +39,7 @@ NORMS = {
     ("llama", "LlamaRMSNorm"): ("variance_epsilon", 0.0),
     ("gemma", "GemmaRMSNorm"): ("eps", 1.0),
 }
+EPS = [name for name, _ in NORMS.values()]
 ACTIVATIONS = {"SiLU": "SILU", "SiLUActivation": "SILU", "GELUActivation": "GELU",
                "GELUTanh": "GELU_TANH"}  # fmt: skip
 
@@ -132,7 +133,7 @@ def _facts(layer: Any) -> Facts:
     hooks: list[Any] = []
     for module in [home[name] for home, name in entries]:
         own, parameters = vars(module), module._parameters
-        constants = ("forward", *(eps for eps, _ in NORMS.values() if eps in own))
+        constants = ("forward", *(eps for eps in EPS if eps in own))
         entries += [(own, name) for name in constants]
         entries += [(parameters, name) for name in parameters]
         hooks += module._forward_hooks, module._forward_pre_hooks

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from regard.hf.families import rotating
 from regard.hf.families.recognising import known_family
 from regard.hf.families.table import Family
+from regard.hf.packages import CACHES, cache_in
 from regard.hf.running import decoder_layers
 from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import outputs_collected
@@ -29,7 +30,7 @@ from regard.tracing import is_immediate
 # Classes with the source of these are known, each in its folder of transformers
 MODELS = ("llama", "LlamaModel"), ("mistral", "MistralModel"), ("qwen3", "Qwen3Model")
 # Arguments of a call that a step takes; others are None
-ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "use_cache", *CACHES}
 
 
 def bind_models(model: nn.Module) -> int:
@@ -58,15 +59,15 @@ def forward(self: Any, *args: Any, **given: Any) -> Any:
         return type(self).forward(self, *args, **given)
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    cache = given["past_key_values"]
-    return BaseModelOutputWithPast(last_hidden_state=self.norm(states), past_key_values=cache)
+    cache = cache_in(given)
+    return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
 
 
 def _states(model: Any, given: dict[str, Any]) -> Tensor | None:
-    """The hidden states after all layers, in a step that is like the one before it; None, and the
-    cache is as before, in other calls."""
+    """The normed hidden states after all layers, in a step that is like the one before it; None,
+    and the cache is as before, in other calls."""
     tokens: Any = given.get("input_ids")
-    cache: Any = given.get("past_key_values")
+    cache: Any = cache_in(given)
     if not isinstance(tokens, Tensor) or not is_immediate(tokens) or tokens.shape[-1:] != (1,):
         return None
     if not hasattr(cache, "append") or not _wants_states_alone(model, given):
@@ -182,10 +183,13 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
             heads, buffers = held.step.run_one
             chains = plan.before, plan.after_wide
             own.append(LayerStep(*chains, heads, buffers, scale, rotates, norms))
+    last = decoder_layers.norm_of(model.norm)
     whole = len(own) == len(layers) and all(map(decoder_layers.is_plain_layer, layers))
     most = min(each.step.most for each in steps)
     facts = Facts.joined((_facts(model, layers), *(plan.facts for plan in plans)))
-    return DecoderStep(facts, tuple(steps), prepare_model(own, most) if whole else None)
+    return DecoderStep(
+        facts, tuple(steps), prepare_model(own, last, most) if whole and last else None
+    )
 
 
 def _head_norms(family: Family, attention: Any) -> tuple[Any, ...] | None:
@@ -201,8 +205,12 @@ def _head_norms(family: Family, attention: Any) -> tuple[Any, ...] | None:
 
 
 def _facts(model: Any, layers: Any) -> Facts:
-    """Which layers a model has, and the forwards and hooks of these."""
+    """Which layers and which last norm a model has, and the forwards and hooks of these."""
     entries = [(model._modules, "layers"), (vars(model.config), "num_hidden_layers")]
+    entries += [(model._modules, "norm")]
+    entries += [(model.norm._parameters, name) for name in model.norm._parameters]
+    entries += [(vars(model.norm), name) for name in ("forward", *decoder_layers.EPS)]
     entries += [(model.layers._modules, name) for name in model.layers._modules]
     entries += [(vars(layer), "forward") for layer in layers]
-    return Facts.of(entries, [x for y in layers for x in (y._forward_hooks, y._forward_pre_hooks)])
+    hooked = *layers, model.norm
+    return Facts.of(entries, [x for y in hooked for x in (y._forward_hooks, y._forward_pre_hooks)])

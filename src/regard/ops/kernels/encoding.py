@@ -7,8 +7,9 @@ define what they compute.
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast, no_type_check
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast, no_type_check
 
 import numpy as np
 from numba import carray, types
@@ -24,7 +25,8 @@ from regard.compiling import compiled_from, part
 from regard.ops.kernels import intrinsics
 from regard.ops.kernels.intrinsics import floats, halves, octets
 
-SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
+SIGNATURE = types.void(types.CPointer(types.int64))
+MIXED = struct.Struct("4q")  # address of rows, their number and width, channels that are rotated
 SOURCES = intrinsics, quantizing_kernel, layout  # modules whose code `keep` and `mix` contain
 
 
@@ -116,15 +118,19 @@ def mix(row, channels):
 
 @functools.cache
 @no_type_check
-def mixing() -> Callable[[int, int, int, int], None]:
-    """A C function that rotates rows of float32 numbers in place: of their address, their number,
-    their width, and the number of channels that are rotated."""
+def mix_kernel() -> Any:
+    """The machine code that rotates rows of float32 numbers in place: a C function of the address
+    of `MIXED`."""
 
-    def mix_rows(rows, count, width, channels):
+    def mix_rows(data):
+        rows, count, width, channels = data[0], data[1], data[2], data[3]
         for i in range(count):
             mix(rows + 4 * i * width, channels)
 
-    compiled = compiled_from(mix_rows, SIGNATURE, *SOURCES)
-    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(compiled.address)
-    run.owner = compiled  # the machine code, alive as long as the function
-    return run
+    return compiled_from(mix_rows, SIGNATURE, *SOURCES)
+
+
+def mix_all(rows: int, count: int, width: int, channels: int) -> None:
+    """Rotate so many rows at an address, each of `width` numbers: the first `channels` of them."""
+    run = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(mix_kernel().address)
+    run(MIXED.pack(rows, count, width, channels))

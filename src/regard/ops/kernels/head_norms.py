@@ -1,9 +1,11 @@
-"""RMSNorms of the queries and keys of a decoding step (arXiv:1910.07467), each head on its own, in
-place and before rotation. The squares are summed in float32, and the result is rounded once."""
+"""RMSNorms of few short rows in place (arXiv:1910.07467): of the heads of queries and keys before
+rotation, and of the last hidden states. Squares are summed in float32, the result is rounded once.
+"""
 
 import functools
 import math
 import struct
+from collections.abc import Iterable
 from typing import Any, NamedTuple, no_type_check
 
 import numba
@@ -13,14 +15,15 @@ from numba import carray, types
 from regard.compiling import compiled_from, part
 from regard.ops.kernels import appending, encoding, intrinsics
 from regard.ops.kernels.appending import put
+from regard.ops.kernels.chaining import Norm
 from regard.ops.kernels.encoding import number
 
 
 class HeadNorm(NamedTuple):
-    """The norm of queries, or that of keys. Addresses are in bytes."""
+    """The norm of some rows: all heads of the queries, or of the keys. Addresses are in bytes."""
 
     x: int  # address of [rows, width], contiguous
-    rows: int  # heads of all sequences
+    rows: int
     width: int
     weight: int  # address of [width]
     shift: float  # added to the weight
@@ -31,7 +34,16 @@ _FLOATS = ("shift", "eps")
 _NORM = np.dtype([(name, np.float64 if name in _FLOATS else np.int64) for name in HeadNorm._fields])
 RECORD = np.dtype([("each", _NORM, (2,))])  # as the kernel reads it
 PACKED = struct.Struct("4q2d")  # each of the two, as Python packs it
+Rows = tuple[int, int, int]  # address, number and width
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
+
+
+def record(norms: Iterable[tuple[Rows, Norm]]) -> bytes:
+    """The record of at most two norms."""
+    packed = (
+        PACKED.pack(*rows, norm.weight.data_ptr(), norm.shift, norm.eps) for rows, norm in norms
+    )
+    return b"".join(packed).ljust(RECORD.itemsize, b"\0")
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from torch import Tensor
 from regard.matrices import MOST_ROWS
 from regard.ops.kernels import appending, head_norms, row_products, sequencing, tiles
 from regard.ops.kernels.chaining import Held, Norm, PreparedChain, is_plain
+from regard.ops.kernels.encoding import MIXED, mix_kernel
 from regard.ops.kernels.launching import NOWHERE, Place, bytes_of, counters_of
 from regard.ops.kernels.sequencing import KernelCall
 from regard.ops.kernels.stepping import (
@@ -38,10 +39,11 @@ RECORDS = np.dtype([  # of the kernels of a layer
     ("norm", head_norms.RECORD),
     ("append", appending.RECORD),
     ("attend", tiles.RECORD),
+    ("mix", [("fields", np.int64, (4,))]),
     ("after", row_products.RECORD),
 ])  # fmt: skip
 OFFSETS = {name: place[1] for name, place in (RECORDS.fields or {}).items()}
-OF_ONE = ("norm", "append")  # kernels that take a microsecond or two: one thread runs them
+OF_ONE = ("norm", "append", "mix")  # kernels that take a microsecond or two: one thread runs them
 SLOTS = ("keys", "values", "k_scales", "v_scales")  # of `Append`: the new token is written there
 UNROTATED: Rotation = (0, 1, 0, 0, 0)
 NOTHING_HELD = Held.of(())
@@ -64,17 +66,19 @@ class ModelStep:
 
     Args:
         layers: the layers, with chains and plans of the same sizes.
+        last: the norm of the hidden states after all layers.
         most: tokens that the caches hold before a step, at most.
     """
 
-    def __init__(self, layers: Sequence[LayerStep], most: int) -> None:
+    def __init__(self, layers: Sequence[LayerStep], last: Norm, most: int) -> None:
         first, self.threads, self.most = layers[0], torch.get_num_threads(), most
         self.shape = first.plan.batch, 1, *first.before.inputs
-        self.held = Held.joined(held for layer in layers for held in _held(layer))
+        held = (held for layer in layers for held in _held(layer))
+        self.held = Held.joined((*held, Held.of([last.weight])))
         self.plan, self._lock = first.plan, threading.Lock()
         of_layer, shared = _counters(first, self.threads), _shared(first, self.threads)
         apart = _places(0, of_layer)["end"]
-        shared = {"counters": len(layers) * apart, **shared}
+        shared = {"counters": len(layers) * apart + 2 * LINE, **shared}
         self._memory = np.empty(_places(0, shared)["end"] + LINE, np.uint8)
         self._at = _places(-(-self._memory.ctypes.data // LINE) * LINE, shared)
         self._cleared, self._row_bytes = shared["counters"], shared["x"]
@@ -82,10 +86,15 @@ class ModelStep:
         for i, layer in enumerate(layers):
             counters = _places(self._at["counters"] + i * apart, of_layer)
             records = _records(layer, self.threads, counters, self._at)
-            for name in filter(records.get, records):
-                self._records[name][i] = np.frombuffer(records[name], RECORDS[name])[0]
+            for name, packed in records.items():
+                self._records[name][i] = np.frombuffer(packed, RECORDS[name])[0]
             at = self._records.ctypes.data + i * RECORDS.itemsize
             calls += _calls(layer, at, counters)
+        rows, _, width = self.shape
+        record = head_norms.record([((self._at["x"], rows, width), last)])
+        self._last = np.frombuffer(record, np.uint8)
+        code, waits = _norm_address(first.plan), self._at["counters"] + len(layers) * apart
+        calls.append(KernelCall(code, self._last.ctypes.data, waits, waits + LINE))
         self._calls = np.array(calls, np.int64)
         self._data = sequencing.PACKED.pack(len(calls), self._calls.ctypes.data)
         self._rotates = np.array([layer.rotates for layer in layers], np.int64)
@@ -101,8 +110,9 @@ class ModelStep:
         length: int,
         bias: Float[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B 1 E"] | None:
-        """The hidden states after all layers, whose caches hold `length` tokens. The new ones are
-        written to their buffers, and not counted. `bias` is as in `Plan.run`, of all layers.
+        """The normed hidden states after all layers, whose caches hold `length` tokens. The new
+        ones are written to their buffers, and not counted. `bias` is as in `Plan.run`, of all
+        layers.
 
         None, and nothing is written, if a tensor does not lie where it did, or as the kernels read
         it, or another thread runs the step.
@@ -143,11 +153,12 @@ class ModelStep:
         attend["keys"], attend["ranges"], attend["range_keys"] = length + 1, ranges, keys
 
 
-def prepare_model(layers: Sequence[LayerStep], most: int) -> ModelStep | None:
-    """The step of these layers; None if their sizes differ, or the kernels do not read a tensor."""
+def prepare_model(layers: Sequence[LayerStep], last: Norm, most: int) -> ModelStep | None:
+    """The step of these layers and the last norm; None if the sizes of layers differ, or the
+    kernels do not read a tensor."""
     first, plan = layers[0], layers[0].plan
     alike = [(_sizes_of(x.before), _sizes_of(x.after), x.plan, len(x.norms)) for x in layers]
-    if plan.values.rotated or any(each != alike[0] for each in alike):
+    if any(each != alike[0] for each in alike):
         return None
     heads = plan.heads * plan.width, plan.kv_heads * plan.width, plan.kv_heads * plan.value_width
     before, after, merged = first.before, first.after, plan.heads * plan.value_width
@@ -158,9 +169,11 @@ def prepare_model(layers: Sequence[LayerStep], most: int) -> ModelStep | None:
     norms = [norm.weight for layer in layers for norm in layer.norms]
     if not all(is_plain(x, plan.dtype) and x.shape == (plan.width,) for x in norms):
         return None
+    if not is_plain(last.weight, plan.dtype) or last.weight.shape != before.inputs:
+        return None
     if any(_places_of_buffers(layer, most - 1) is None for layer in layers):
         return None
-    return ModelStep(layers, most)
+    return ModelStep(layers, last, most)
 
 
 def _sizes_of(products: PreparedChain) -> PreparedChain:
@@ -240,7 +253,7 @@ def _records(
     """The records of a layer's kernels, before the first token."""
     before, after, plan, _, scale, _, norms = layer
     rows, (h, g, d, dv) = plan.batch, plan[2:6]
-    of_heads = ((at["q"], rows * h), (at["k"], rows * g)) if norms else ()
+    of_heads = ((at["q"], rows * h, d), (at["k"], rows * g, d)) if norms else ()
     buffers = _places_of_buffers(layer, 0)
     assert buffers is not None
     heads = (at["q"], h * d, d, 0), (at["k"], g * d, d, 0), (at["v"], g * dv, dv, 0)
@@ -250,12 +263,10 @@ def _records(
     rotated = at["rotated"]
     return {
         "before": before.record(rows, threads, counters["before"], at["of_before"], into),
-        "norm": b"".join(
-            head_norms.PACKED.pack(*where, d, norm.weight.data_ptr(), norm.shift, norm.eps)
-            for where, norm in zip(of_heads, norms, strict=True)
-        ),
+        "norm": head_norms.record(zip(of_heads, norms, strict=True)),
         "append": plan.append_record((*heads, *buffers), 0, UNROTATED, rotated),
         "attend": plan.attend_record(buffers, 1, rotated, NOWHERE, memory, (1, 1), scale),
+        "mix": MIXED.pack(at["merged"], rows * h, dv, plan.values.rotated),
         "after": after.record(rows, threads, counters["after"], at["of_after"], back),
     }
 
@@ -266,9 +277,10 @@ def _calls(layer: LayerStep, records: int, counters: dict[str, int]) -> list[Ker
     half, running, taken = plan.dtype is torch.bfloat16, counters["running"], counters["taken"]
     codes = {
         "before": before.address,
-        "norm": int(head_norms.kernel(half).address) if layer.norms else 0,
+        "norm": _norm_address(plan) if layer.norms else 0,
         "append": append_address(half, False, plan.keys, plan.values),
         "attend": plan.address,
+        "mix": int(mix_kernel().address) if plan.values.rotated else 0,
         "after": after.address,
     }
     return [
@@ -276,3 +288,7 @@ def _calls(layer: LayerStep, records: int, counters: dict[str, int]) -> list[Ker
               taken + LINE * OF_ONE.index(name) if name in OF_ONE else 0)
         for i, (name, offset) in enumerate(OFFSETS.items()) if codes[name]
     ]  # fmt: skip
+
+
+def _norm_address(plan: Plan) -> int:
+    return int(head_norms.kernel(plan.dtype is torch.bfloat16).address)

@@ -16,7 +16,7 @@ from regard.cache.codes import QuantizedStream
 from regard.cache.parts import AnyStream
 from regard.ops.kernels import appending
 from regard.ops.kernels.appending import widens
-from regard.ops.kernels.encoding import NUMBERS, Codes, mixing, stored_as
+from regard.ops.kernels.encoding import NUMBERS, Codes, mix_all, stored_as
 from regard.ops.kernels.launching import (
     LOG2E,
     NO_LATENTS,
@@ -123,7 +123,7 @@ class Plan(NamedTuple):
         )
         launch(self.address, data, threads)
         if self.values.rotated:
-            mixing()(out.data_ptr(), b * h, dv, self.values.rotated)
+            mix_all(out.data_ptr(), b * h, dv, self.values.rotated)
         return out.to(dtype)
 
     @property

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 import regard.hf
 from decoders import MODELS, PROMPT, STEPS, TOKENS, assert_same, logits_of, model_of
+from regard import PagePool
 from regard.hf.running import decoder_models
 from regard.hf.running.binding import is_bound
 from regard.ops.kernels.model_stepping import ModelStep
@@ -55,7 +56,8 @@ def test_steps_compute_what_the_shipped_model_does(name, batch, runs):
     assert logits_of(model, batch=batch).equal(shipped)
 
 
-KINDS = {"growing": {}, "static": {"max_length": 20}, "int8": {}, "int4": {}, "k8v4": {}}
+KINDS = {"growing": {}, "static": {"max_length": 20}, "int8": {}, "int4": {}, "k8v4": {},
+         "paged": {"page_size": 32, "tokens": 64}}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +88,7 @@ def test_bfloat16_is_as_near_to_float32_as_layer_by_layer(name, kind, runs, monk
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("paged", {"page_size": 16, "tokens": 64}), ("condensing", {}),
+    ("condensing", {}),
     ("evicting", {"budget": 6, "recent": 2, "sinks": 1}),
 ])  # fmt: skip
 def test_other_caches_run_layer_by_layer(kind, options, runs):
@@ -260,6 +262,87 @@ def test_a_cache_that_is_cut_grown_or_copied_goes_on(runs):
         model(long[:, :240], past_key_values=cache)
     assert_same(logits_with(model, cache, long[:, 240:]), whole[:, 240:])
     assert sum(runs[before:]) >= 50
+
+
+LONG = torch.arange(3 * 60).view(3, -1) % 50
+
+
+@torch.no_grad()
+def tokens_after(model, cache, tokens, past=5):
+    """Logits of a prompt and of each token after it."""
+    parts = [tokens[:, :past], *tokens[:, past:].split(1, dim=1)]
+    outs = [model(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pages_open_and_fill(batch, runs):
+    """A token that opens or fills a page runs layer by layer, and the next is recorded anew."""
+    model = model_of("Llama")
+    regard.hf.install(model)
+    wanted = tokens_after(model, regard.hf.cache(model), LONG[:batch])
+    runs.clear()
+    cache = regard.hf.cache(model, "paged", page_size=16, tokens=512)
+    assert_same(tokens_after(model, cache, LONG[:batch]), wanted)
+    assert runs == [True] * len(runs)
+    assert len(runs) >= 40
+
+
+def test_sealed_pages_of_codes_run_layer_by_layer(runs, monkeypatch):
+    model = model_of("Llama", hidden_size=128, head_dim=32)
+    regard.hf.install(model)
+    options = {"format": "K8V8", "page_size": 16, "tokens": 512}
+    found = tokens_after(model, regard.hf.cache(model, "paged", **options), LONG[:1])
+    assert runs == [True] * len(runs)
+    assert 9 <= len(runs) < 30  # until a page is codes: the first one stays as it is
+    monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
+    others = tokens_after(model, regard.hf.cache(model, "paged", **options), LONG[:1])
+    assert_same(found, others)
+
+
+def test_pages_that_caches_share_and_copy(runs):
+    model, pool = model_of("Llama"), PagePool(num_pages=128, page_size=16)
+    regard.hf.install(model)
+    text, others = LONG[:1], torch.cat([LONG[:1, :40], LONG[1:2, :20]], 1)
+    wanted = [tokens_after(model, regard.hf.cache(model), each) for each in (text, others)]
+    first = regard.hf.cache(model, "paged", pool=pool)
+    assert_same(tokens_after(model, first, text), wanted[0])
+    # the pages of a prompt that the pool stores, then pages of its own
+    second = regard.hf.cache(model, "paged", pool=pool)
+    assert_same(tokens_after(model, second, others, past=40)[:, 1:], wanted[1][:, -20:])
+    assert second.found > 0
+    runs.clear()
+    # forks in turns, each of which writes to an open page of its own
+    first.truncate(50)
+    forks = [first, first.fork()]
+    for at in range(50, 60):
+        for fork, tokens in zip(forks, (text, others), strict=True):
+            with torch.no_grad():
+                fork.last = model(tokens[:, at : at + 1], past_key_values=fork).logits
+    assert_same(forks[0].last, wanted[0][:, -1:])
+    with torch.no_grad():
+        again = regard.hf.cache(model)
+        model(torch.cat([text[:, :50], others[:, 50:59]], 1), past_key_values=again)
+        expected = model(others[:, 59:], past_key_values=again).logits
+    assert_same(forks[1].last, expected)
+    assert sum(runs) >= 8
+
+
+def test_a_pool_that_grows_between_steps(runs):
+    """Another cache takes pages meanwhile, and the pool's memory moves."""
+    model, pool = model_of("Llama"), PagePool(num_pages=512, page_size=16)
+    regard.hf.install(model)
+    wanted = tokens_after(model, regard.hf.cache(model), LONG[:1])
+    cache, caches = regard.hf.cache(model, "paged", pool=pool, prefixes=False), []
+    with torch.no_grad():
+        model(LONG[:1, :5], past_key_values=cache)
+        for at in range(5, 60):
+            if at % 5 == 0:
+                caches.append(regard.hf.cache(model, "paged", pool=pool, prefixes=False))
+                model(LONG[1:2].repeat(1, 3), past_key_values=caches[-1])
+            last = model(LONG[:1, at : at + 1], past_key_values=cache).logits
+    assert_same(last, wanted[:, -1:])
+    assert sum(runs) >= 20
 
 
 def test_other_numbers_of_threads(runs):

@@ -5,6 +5,7 @@ one before it needs neither: the steps of attention that `steps.py` has recorded
 the products of `decoder_layers.py`, run one after the other in one call.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from regard.cache import PagedCache
 from regard.hf.families import rotating
 from regard.hf.families.recognising import known_family
 from regard.hf.families.table import Family
@@ -21,7 +23,13 @@ from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import outputs_collected
 from regard.hf.running.facts import Facts
 from regard.hf.running.products import gains
-from regard.hf.running.steps import BufferStep, InstalledStep, settings_of
+from regard.hf.running.steps import (
+    BufferStep,
+    InstalledStep,
+    PagedStep,
+    settings_of,
+    sources_of,
+)
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.common import addend, is_finite
 from regard.ops.observed import report_backend
@@ -72,16 +80,24 @@ def _states(model: Any, given: dict[str, Any]) -> Tensor | None:
         return None
     if not hasattr(cache, "append") or not _wants_states_alone(model, given):
         return None
-    length, mask = cache.get_seq_length(), given.get("attention_mask")
-    if not _is_of_rows(mask, (*tokens.shape[:-1], length + 1)):
+    mask, shape = given.get("attention_mask"), (*tokens.shape[:-1], cache.get_seq_length() + 1)
+    if not _is_of_rows(mask, shape):
         return None
     bias = None if mask is None or mask.all() else addend(mask.bool(), None, torch.float32)
-    if not _has_steps(cache, biased=bias is not None):
-        return None
-    step = _step(model, cache)
+    with _unmoved(cache):
+        if not _has_steps(cache, biased=bias is not None):
+            return None
+        return _run(model, cache, tokens, given.get("position_ids"), bias)
+
+
+def _run(
+    model: Any, cache: Any, tokens: Tensor, positions: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
+    """The states of a step that repeats those of all layers; None of another one."""
+    length, step = cache.get_seq_length(), _step(model, cache)
     if step.kernels is None or not all(layer.is_current(length) for layer in step.layers):
         return None
-    x, positions = model.embed_tokens(tokens), given.get("position_ids")
+    x = model.embed_tokens(tokens)
     if positions is None:
         positions = torch.arange(length, length + 1, device=x.device).unsqueeze(0)
     angles = tuple(each.float() for each in model.rotary_emb(x, position_ids=positions))
@@ -119,11 +135,25 @@ def _is_of_rows(mask: Any, shape: tuple[int, ...]) -> bool:
     return mask.shape == shape and bool(mask.any(-1).all())
 
 
+def _unmoved(cache: Any) -> AbstractContextManager[Any]:
+    """Inside of the `with` block, no other thread moves the pages that a cache lies in."""
+    first = getattr(cache.layers[0], "cache", None)
+    return first.memory.lock if isinstance(first, PagedCache) else nullcontext()
+
+
 def _has_steps(cache: Any, *, biased: bool) -> bool:
-    """Whether all layers of a cache have recorded steps over buffers, under masks of that kind."""
+    """Whether all layers of a cache have recorded steps over buffers under masks of that kind, or
+    over pages of one memory, with room for the token in an open page."""
     steps: list[Any] = [getattr(layer, "step", None) for layer in cache.layers]
-    recorded = all(type(each) is InstalledStep for each in steps)
-    return recorded and all(type(x.run_one) is BufferStep and x.biased is biased for x in steps)
+    if not all(type(each) is InstalledStep and each.biased is biased for each in steps):
+        return False
+    kinds = {type(each.run_one) for each in steps}
+    if kinds == {PagedStep}:
+        pages = [layer.cache.memory for layer in cache.layers]
+        return (
+            all(each is pages[0] for each in pages) and len(sources_of(cache.layers[0].cache)) == 1
+        )
+    return kinds == {BufferStep}
 
 
 # ---- the step of a model over a cache ----
@@ -136,6 +166,7 @@ class StepOfLayer(NamedTuple):
     attention: Any
     held: Any
     step: InstalledStep
+    pages: Any  # the table of the pages that the step reads; None of buffers
 
     def is_current(self, length: int) -> bool:
         """Whether the step is of the module's present settings, and the cache holds so many tokens,
@@ -152,9 +183,17 @@ class DecoderStep(NamedTuple):
     kernels: Any  # a `ModelStep`; None of layers that the kernels do not run together
 
     def is_of(self, cache: Any) -> bool:
-        """Whether the layers of a cache have the steps that this one was made of."""
+        """Whether the layers of a cache have the steps and pages that this one was made of."""
         at = {id(each) for each in cache.layers}
-        return all(x.held.step is x.step and id(x.held) in at for x in self.layers)
+        if any(x.held.step is not x.step or id(x.held) not in at for x in self.layers):
+            return False
+        return all(x.pages is None or x.pages is _table(x.held.cache) for x in self.layers)
+
+
+def _table(cache: PagedCache) -> Tensor | None:
+    """The table of the pages of a step; None unless they are one range."""
+    ranges = cache.pages_of_step()
+    return ranges[0].table if len(ranges) == 1 else None
 
 
 _steps: "WeakKeyDictionary[nn.Module, WeakKeyDictionary[Any, DecoderStep]]" = WeakKeyDictionary()
@@ -176,13 +215,18 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
     plans, steps, own = [*map(decoder_layers.plan_of, layers)], [], []
     for layer, plan in zip(layers, plans, strict=True):
         family, held = known_family(layer.self_attn), cache.layers[layer.self_attn.layer_idx]
-        steps.append(StepOfLayer(family, layer.self_attn, held, held.step))
-        norms = _head_norms(family, layer.self_attn)
-        if plan.after_wide is not None and gains(plan.before.dtype) and norms is not None:
-            rotates, scale = family.rotate is rotating.halves, held.step.scale
-            heads, buffers = held.step.run_one
-            chains = plan.before, plan.after_wide
-            own.append(LayerStep(*chains, heads, buffers, scale, rotates, norms))
+        paged = isinstance(held.cache, PagedCache)
+        table = _table(held.cache) if paged else None
+        steps.append(StepOfLayer(family, layer.self_attn, held, held.step, table))
+        norms, at = _head_norms(family, layer.self_attn), _attention(held)
+        if plan.after_wide is None or not gains(plan.before.dtype):
+            continue
+        if norms is None or at is None:
+            continue
+        heads, buffers, pages = at
+        rotates, scale = family.rotate is rotating.halves, held.step.scale
+        chains = plan.before, plan.after_wide
+        own.append(LayerStep(*chains, heads, buffers, scale, rotates, norms, pages))
     last = decoder_layers.norm_of(model.norm)
     whole = len(own) == len(layers) and all(map(decoder_layers.is_plain_layer, layers))
     most = min(each.step.most for each in steps)
@@ -190,6 +234,19 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
     return DecoderStep(
         facts, tuple(steps), prepare_model(own, last, most) if whole and last else None
     )
+
+
+def _attention(held: Any) -> tuple[Any, ...] | None:
+    """The plan of the attention of a layer in the cache, its streams and the pages of these; None
+    of pages in several memories, or of codes."""
+    run_one = held.step.run_one
+    if type(run_one) is BufferStep:
+        return *run_one, None
+    sources = sources_of(held.cache)
+    if len(sources) != 1 or not all(isinstance(x, Tensor) for x in sources[0][:2]):
+        return None
+    keys, values, pages = sources[0]
+    return run_one.plan.plan_of(pages.size), (keys, values), pages
 
 
 def _head_norms(family: Family, attention: Any) -> tuple[Any, ...] | None:

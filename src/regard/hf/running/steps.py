@@ -6,7 +6,6 @@ its own. The operators that do the same take several times as long as their work
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -311,37 +310,45 @@ def in_buffers(prepared: Prepared, cache: Any) -> BufferStep | None:
     return BufferStep(plan, streams)
 
 
-def _in_pages(prepared: Prepared, cache: PagedCache) -> Callable[..., Tensor | None] | None:
+class PagedStep(NamedTuple):
+    """The function of a step over pages."""
+
+    plan: Any  # of the kernels
+
+    def __call__(
+        self, cache: PagedCache, *heads: Tensor, scale: float, **options: Any
+    ) -> Tensor | None:
+        """Another thread may replace the memory once the token is written: then this step reads
+        what was there."""
+        with cache.memory.lock:
+            if not (sources := sources_of(cache)):
+                return None
+            appended = self.plan.append(*heads, sources[-1], **options)
+        return None if appended is None else self.plan.attend(appended, sources, scale)
+
+
+def sources_of(cache: PagedCache) -> list[Any]:
+    """The pages that a step reads, as the kernel takes them, with room for the new token in those
+    of the last source; none if it opens or fills a page, or the kernel does not read its codes."""
+    from regard.ops.kernels.merging import Source
+    from regard.ops.kernels.tiles import KeyPages
+
+    size = cache.memory.page_size
+    sources = [
+        Source(keys, values, KeyPages(table, size, 0, tokens))
+        for (keys, values), table, tokens in cache.pages_of_step()
+    ]
+    codes = [x for source in sources[:-1] for x in source[:2] if x is not None]
+    return sources if all(is_readable(x, size) for x in codes) else []
+
+
+def _in_pages(prepared: Prepared, cache: PagedCache) -> PagedStep | None:
     """The function of a step over pages; None if the kernel does not read pages of this size."""
     from regard.ops.kernels.paged_stepping import PagedPlan  # imports numba
 
     if not cache.pages_of_step() or cache.memory.page_size < LEAST_PAGE:
         return None
-    return partial(_step_in_pages, PagedPlan(*sizes_of(prepared.call)))
-
-
-def _step_in_pages(
-    plan: Any, cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any
-) -> Tensor | None:
-    """Run a step over the pages of a cache; None if the token opens or fills a page, or the kernel
-    does not read codes of this width. Another thread may replace the memory once the token is
-    written: then this step reads what was there."""
-    from regard.ops.kernels.merging import Source
-    from regard.ops.kernels.tiles import KeyPages
-
-    size = cache.memory.page_size
-    with cache.memory.lock:
-        sources = [
-            Source(keys, values, KeyPages(table, size, 0, tokens))
-            for (keys, values), table, tokens in cache.pages_of_step()
-        ]
-        codes = [x for source in sources[:-1] for x in source[:2] if x is not None]
-        if not sources or not all(is_readable(x, size) for x in codes):
-            return None
-        appended = plan.append(q, k, v, sources[-1], **options)
-    if appended is None:
-        return None
-    return plan.attend(appended, sources, scale)
+    return PagedStep(PagedPlan(*sizes_of(prepared.call)))
 
 
 def sizes_of(call: Call) -> tuple[torch.dtype, int, int, int, int, int]:

@@ -16,7 +16,7 @@ from numba import carray, types
 from regard.compiling import compiled_from, part
 from regard.ops.kernels import encoding
 from regard.ops.kernels.encoding import SOURCES, Codes, keep, mix, number, widen
-from regard.ops.kernels.intrinsics import floats, fused, halves
+from regard.ops.kernels.intrinsics import floats, fused, halves, numbers
 
 ROUND = np.int32(0x7FFF)  # added to a float32's bits to round to the nearest bfloat16, with the
 QUIET_NAN = np.int16(0x7FC0)  # lowest bit that stays; a NaN's bits would overflow
@@ -53,6 +53,10 @@ class Append(NamedTuple):
     values: int  # address of the new values' slot in the buffer
     values_batch: int
     values_head: int
+    slots: int  # address of [B] tokens in int64, counted from `keys` and `values`: the slot of each
+    # row of the batch, which is then no stride apart; 0 where it is
+    keys_row: int  # from the keys of a token to those of the next one
+    values_row: int
     k_scales: int  # address of the slot of the keys' scales in bfloat16; all 0 without codes
     k_scales_batch: int
     k_scales_head: int
@@ -96,7 +100,8 @@ def kernel(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Any:
                     mix(target, k_rotated)
             for g in range(call.kv_heads):
                 source = call.k + item * (b * call.k_batch + g * call.k_head)
-                target = call.keys + k_item * (b * call.keys_batch + g * call.keys_head)
+                row_at = slot(call.slots, b, call.keys_row, call.keys_batch)
+                target = call.keys + k_item * (row_at + g * call.keys_head)
                 rotate(source, call.spare if k_bits else target, cos, sin, sign,
                        call.key_rotated, call.key_width, half, neighbours)  # fmt: skip
                 if k_bits:
@@ -104,7 +109,8 @@ def kernel(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Any:
                     widen(call.spare, row, call.key_width, half)
                     keep(row, call.key_width, k_bits, k_group, k_rotated, target, scales)
                 source = call.v + item * (b * call.v_batch + g * call.v_head)
-                target = call.values + v_item * (b * call.values_batch + g * call.values_head)
+                row_at = slot(call.slots, b, call.values_row, call.values_batch)
+                target = call.values + v_item * (row_at + g * call.values_head)
                 if v_bits:
                     scales = call.v_scales + 2 * (b * call.v_scales_batch + g * call.v_scales_head)
                     widen(source, row, call.value_width, half)
@@ -132,6 +138,13 @@ def rotate(source, target, cos, sin, sign, rotated, width, half, neighbours):
         put(target, first, fused(sign * b, sin[first], a * cos[first]), half)
         put(target, second, fused(a, sin[second], b * cos[second]), half)
     copy(source, target, rotated, width, half)
+
+
+@part
+@no_type_check
+def slot(slots, b, row, batch):
+    """Elements from a buffer's address to the slot of a row of the batch."""
+    return numbers(slots)[b] * row if slots != 0 else b * batch
 
 
 @part

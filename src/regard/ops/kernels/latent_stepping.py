@@ -89,7 +89,7 @@ class LatentPlan(NamedTuple):
         of_slot = slot(of_held, length, dtype.itemsize)
         record = appending.PACKED.pack(
             b, h, 1, d, rank, 0, 0, *rotation, *of_q[:3], *of_latent[:3], *_NONE, turned,
-            *of_slot, *_NONE, *_NONE, *_NONE, turned + queries,
+            *of_slot, *_NONE, *_NONE, *_NONE, *_NONE, turned + queries,
         )  # fmt: skip
         append_kernel(dtype is torch.bfloat16, False)(record)
         out = torch.empty(b, h, 1, tile.value_width, dtype=torch.float32, device="cpu")

@@ -21,7 +21,8 @@ from regard.matrices import MOST_ROWS
 from regard.ops.kernels import appending, head_norms, row_products, sequencing, tiles
 from regard.ops.kernels.chaining import Held, Norm, PreparedChain, is_plain
 from regard.ops.kernels.encoding import MIXED, mix_kernel
-from regard.ops.kernels.launching import NOWHERE, Place, bytes_of, counters_of
+from regard.ops.kernels.launching import NOWHERE, Place, bytes_of, counters_of, table_of
+from regard.ops.kernels.paged_stepping import slots_of
 from regard.ops.kernels.sequencing import KernelCall
 from regard.ops.kernels.stepping import (
     Angles,
@@ -32,7 +33,7 @@ from regard.ops.kernels.stepping import (
     rotation_of,
 )
 from regard.ops.kernels.threads import launch
-from regard.ops.kernels.tiles import LINE, TASKS_A_THREAD
+from regard.ops.kernels.tiles import LINE, TASKS_A_THREAD, KeyPages
 
 RECORDS = np.dtype([  # of the kernels of a layer
     ("before", row_products.RECORD),
@@ -59,6 +60,7 @@ class LayerStep(NamedTuple):
     scale: float  # of the scores
     rotates: bool  # whether queries and keys are rotated
     norms: tuple[Norm, ...]  # of the heads of queries and of keys, before rotation; or none
+    pages: KeyPages | None = None  # with room for the new token; None of other buffers
 
 
 class ModelStep:
@@ -83,9 +85,10 @@ class ModelStep:
         self._at = _places(-(-self._memory.ctypes.data // LINE) * LINE, shared)
         self._cleared, self._row_bytes = shared["counters"], shared["x"]
         self._records, calls = np.zeros(len(layers), RECORDS), []
+        self._slots = _Slots(layers)
         for i, layer in enumerate(layers):
             counters = _places(self._at["counters"] + i * apart, of_layer)
-            records = _records(layer, self.threads, counters, self._at)
+            records = _records(layer, self.threads, counters, self._at, self._slots.address(i))
             for name, packed in records.items():
                 self._records[name][i] = np.frombuffer(packed, RECORDS[name])[0]
             at = self._records.ctypes.data + i * RECORDS.itemsize
@@ -98,9 +101,9 @@ class ModelStep:
         self._calls = np.array(calls, np.int64)
         self._data = sequencing.PACKED.pack(len(calls), self._calls.ctypes.data)
         self._rotates = np.array([layer.rotates for layer in layers], np.int64)
-        # a new token's slots are some bytes after the first one's
+        # a new token's slots in buffers are some bytes after the first one's
         append = self._records["append"]
-        self._slots = [(name, append[name].copy()) for name in SLOTS]
+        self._firsts = [(name, append[name].copy()) for name in SLOTS]
         self._apart = np.array([_bytes_of_tokens(layer) for layer in layers], np.int64).T
 
     def run(
@@ -119,6 +122,8 @@ class ModelStep:
         """
         rotation = rotation_of(angles, x.shape[0], self.plan.width, signed=False)
         if rotation is None or length >= self.most or not self.held.is_unchanged():
+            return None
+        if not self._slots.set(length):
             return None
         if x.shape != self.shape or not is_plain(x, self.plan.dtype):
             return None
@@ -145,12 +150,34 @@ class ModelStep:
         append, attend = self._records["append"], self._records["attend"]
         rotated, append["sign"], append["cos"], append["sin"], append["angles_batch"] = rotation
         append["key_rotated"] = append["rotated"] = rotated * self._rotates
-        for (name, first), apart in zip(self._slots, self._apart, strict=True):
+        for (name, first), apart in zip(self._firsts, self._apart, strict=True):
             append[name] = first + length * apart
         attend["bias"], attend["bias_batch"] = bias, length + 1
         heads = self.plan.batch * self.plan.kv_heads
         ranges, keys = self.plan.tile.ranges(length + 1, heads, self.threads)
         attend["keys"], attend["ranges"], attend["range_keys"] = length + 1, ranges, keys
+
+
+class _Slots:
+    """The tokens in the memory of pages that a step writes, of each layer and row."""
+
+    def __init__(self, layers: Sequence[LayerStep]) -> None:
+        found = [slots_of(layer.pages).numpy() for layer in layers if layer.pages is not None]
+        self._now = np.array(found, np.int64)  # [layers, B]; empty of buffers
+        pages = layers[0].pages
+        last, size = (0, 0) if pages is None else (pages.skipped + pages.keys - 1, pages.size)
+        self._begin = last - last % size if size else 0  # the slot with which the last page begins
+        self._size, self._at_begin = size, self._now - (last - self._begin)
+
+    def address(self, layer: int) -> int:
+        """Of a layer's slots; 0 of buffers."""
+        return int(self._now[layer].ctypes.data) if self._size else 0
+
+    def set(self, length: int) -> bool:
+        """Let the slots be those after so many tokens; whether they lie in the last pages."""
+        if self._size:
+            self._now[:] = self._at_begin + (length - self._begin)
+        return not self._size or self._begin <= length < self._begin + self._size
 
 
 def prepare_model(layers: Sequence[LayerStep], last: Norm, most: int) -> ModelStep | None:
@@ -191,6 +218,8 @@ def _held(layer: LayerStep) -> tuple[Held, ...]:
 def _places_of_buffers(layer: LayerStep, length: int) -> tuple[Place, ...] | None:
     """The places of keys, values and the scales of both; None if the kernels do not read them."""
     plan, sizes = layer.plan, (layer.plan.batch, layer.plan.kv_heads)
+    if layer.pages is not None:
+        length, sizes = 0, (1, plan.kv_heads)  # the memory of all pages
     keys, keys_scales = places_of_buffer(
         layer.buffers[0], plan.keys, length, plan.dtype, (*sizes, plan.width)
     )
@@ -205,6 +234,8 @@ def _bytes_of_tokens(layer: LayerStep) -> list[int]:
     """Bytes from one token to the next of each of `SLOTS`."""
     plan, places = layer.plan, _places_of_buffers(layer, 0)
     assert places is not None
+    if layer.pages is not None:
+        return [0] * len(SLOTS)
     items = [1 if codes.bits else plan.dtype.itemsize for codes in (plan.keys, plan.values)]
     return [item * place[3] for item, place in zip((*items, 2, 2), places, strict=True)]
 
@@ -248,10 +279,10 @@ def _shared(layer: LayerStep, threads: int) -> dict[str, int]:
 
 
 def _records(
-    layer: LayerStep, threads: int, counters: dict[str, int], at: dict[str, int]
+    layer: LayerStep, threads: int, counters: dict[str, int], at: dict[str, int], slots: int
 ) -> dict[str, bytes]:
-    """The records of a layer's kernels, before the first token."""
-    before, after, plan, _, scale, _, norms = layer
+    """The records of a layer's kernels, before the first token; `slots` is as in `Append`."""
+    before, after, plan, (keys, _), scale, _, norms, pages = layer
     rows, (h, g, d, dv) = plan.batch, plan[2:6]
     of_heads = ((at["q"], rows * h, d), (at["k"], rows * g, d)) if norms else ()
     buffers = _places_of_buffers(layer, 0)
@@ -261,11 +292,12 @@ def _records(
     into = [at[name] for name in ("x", "q", "k", "v")]
     back = [at[name] for name in ("x", "x", "merged", "added", "gated")]
     rotated = at["rotated"]
+    table = NOWHERE if pages is None else table_of(pages, rows, keys.shape[2])
     return {
         "before": before.record(rows, threads, counters["before"], at["of_before"], into),
         "norm": head_norms.record(zip(of_heads, norms, strict=True)),
-        "append": plan.append_record((*heads, *buffers), 0, UNROTATED, rotated),
-        "attend": plan.attend_record(buffers, 1, rotated, NOWHERE, memory, (1, 1), scale),
+        "append": plan.append_record((*heads, *buffers), 0, UNROTATED, rotated, slots),
+        "attend": plan.attend_record(buffers, 1, rotated, NOWHERE, memory, (1, 1), scale, table),
         "mix": MIXED.pack(at["merged"], rows * h, dv, plan.values.rotated),
         "after": after.record(rows, threads, counters["after"], at["of_after"], back),
     }

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from regard.ops.kernels import appending
+from regard.ops.kernels.encoding import NUMBERS
 from regard.ops.kernels.launching import (
     NO_LATENTS,
     NOWHERE,
@@ -19,20 +19,23 @@ from regard.ops.kernels.launching import (
     lanes_for,
     place_if_readable,
     table_of,
-    workspace,
 )
 from regard.ops.kernels.merging import Source, decode_all
 from regard.ops.kernels.stepping import (
     Angles,
+    Plan,
     Rotation,
     append_kernel,
     place_of_buffer,
     rotation_of,
-    slot,
 )
 from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, KeyPages, Tile
 
-_NONE = NOWHERE[:3]  # of scales, which numbers do not have
+
+def slots_of(pages: KeyPages) -> Int64[Tensor, " B"]:
+    """The token of the last key of each row, in the memory of all pages."""
+    last = pages.skipped + pages.keys - 1
+    return pages.table[:, last // pages.size] * pages.size + last % pages.size
 
 
 class Appended(NamedTuple):
@@ -96,23 +99,20 @@ class PagedPlan(NamedTuple):
             out, _ = attend_at(self._code(pages.size), sizes, places, scale, results)
         return out.view(b, h, 1, dv).to(dtype)
 
+    def plan_of(self, page: int) -> Plan:
+        """The plan of a step over pages of so many tokens."""
+        return Plan(*self, NUMBERS, NUMBERS, *self._code(page))
+
     def _append(
         self, pages: KeyPages, at: tuple[Place, ...], rotation: Rotation, target: int
     ) -> None:
         """Rotated queries of all rows at the address `target`; the last key of each row, and its
         value, in the row's last page."""
-        dtype, _, h, g, d, dv = self
-        rotated, sign, cos, sin, apart = rotation
-        append, item = append_kernel(dtype is torch.bfloat16, False), dtype.itemsize
-        spare, last = workspace(8 * max(d, dv)), pages.skipped + pages.keys - 1
-        for row, number in enumerate(pages.table[:, last // pages.size].tolist()):
-            new, angle = number * pages.size + last % pages.size, 4 * row * apart
-            q, k, v = ((place + item * row * batch, 0, head) for place, batch, head, _ in at[:3])
-            append(appending.PACKED.pack(
-                1, h, g, d, d, dv, rotated, rotated, sign, cos + angle, sin + angle, 0, *q, *k, *v,
-                target + item * row * h * d, *slot(at[3], new, item), *slot(at[4], new, item),
-                *_NONE, *_NONE, spare,
-            ))  # fmt: skip
+        slots, nowhere = slots_of(pages), (NOWHERE, NOWHERE)  # numbers have no scales
+        data = self.plan_of(pages.size).append_record(
+            (*at, *nowhere), 0, rotation, target, slots.data_ptr()
+        )
+        append_kernel(self.dtype is torch.bfloat16, False)(data)
 
     def _code(self, page: int) -> tuple[Tile, int]:
         """The code for pages of so many tokens, as `decode` has it."""

@@ -137,32 +137,34 @@ class Plan(NamedTuple):
         return 8 * max(self.width, self.value_width)
 
     def append_record(
-        self, at: Sequence[Place], length: int, rotation: Rotation, target: int
+        self, at: Sequence[Place], length: int, rotation: Rotation, target: int, slots: int = 0
     ) -> bytes:
         """The call that appends, as its kernel reads it. `at` has the places of queries, keys,
         values, both buffers and their scales; rotated queries are written to the address `target`,
-        before `spare_bytes`, keys and values to the slot `length`."""
+        before `spare_bytes`, keys and values to the slot `length`, or to those in int64 at the
+        address `slots`, counted from there."""
         q, k, v, keys, values, of_keys, of_values = at
         dtype, b, h, g, d, dv = self[:6]
         item = dtype.itemsize
         return appending.PACKED.pack(
             b, h, g, d, d, dv, rotation[0], *rotation, *q[:3], *k[:3], *v[:3], target,
             *slot(keys, length, 1 if self.keys.bits else item),
-            *slot(values, length, 1 if self.values.bits else item),
+            *slot(values, length, 1 if self.values.bits else item), slots, keys[3], values[3],
             *slot(of_keys, length, 2), *slot(of_values, length, 2), target + self.query_bytes,
         )  # fmt: skip
 
     def attend_record(
         self, buffers: Sequence[Place], keys: int, rotated: int, added: Place,
-        memory: Sequence[int], ranges: tuple[int, int], scale: float,
+        memory: Sequence[int], ranges: tuple[int, int], scale: float, table: Place = NOWHERE,
     ) -> bytes:  # fmt: skip
         """The call that attends to so many `keys`, as its kernel reads it. `memory` has the
-        addresses of outputs, log-sum-exps, zeroed counters, partial results and scratch."""
+        addresses of outputs, log-sum-exps, zeroed counters, partial results and scratch; `table` is
+        of pages, as `table_of` has it."""
         _, b, h, g, d, _ = self[:6]
         m = h // g
         return PACKED.pack(
             b, g, m, keys, rotated, h * d, m * d, d, *(x for place in buffers for x in place),
-            *NOWHERE, *NO_LATENTS, *added, *memory, *ranges, scale * LOG2E,
+            *table, *NO_LATENTS, *added, *memory, *ranges, scale * LOG2E,
         )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def test_torchs_operators_where_it_cannot_be_compiled(monkeypatch):
     with FakeTensorMode() as mode:
         quantized(mode.from_tensor(few), 8, 8)
     assert len(used) == 2
-    monkeypatch.setattr(quantizing, "_has_numba", lambda: False)
+    monkeypatch.setattr(quantizing, "has_numba", lambda: False)
     quantized(many[..., :8], 8, 8)
     assert len(used) == 3
 
@@ -112,7 +112,7 @@ def test_torchs_operators_where_it_cannot_be_compiled(monkeypatch):
 def test_a_cache_is_the_same_by_steps_and_at_once(given, monkeypatch):
     x = torch.randn(1, 2, 9, 48)
     one, other = QuantizedCache(**given), QuantizedCache(**given)
-    monkeypatch.setattr(quantizing, "_has_numba", lambda: False)
+    monkeypatch.setattr(quantizing, "has_numba", lambda: False)
     (whole,) = one.update(x, 2 * x)
     monkeypatch.undo()
     for piece in x.split(1, 2):

@@ -26,7 +26,7 @@ def quantized(
     """
     if rotation and x.numel():  # a file of no tokens may claim a width too large for a matrix
         x = hadamard(x.detach().float(), rotation)
-    if not (x.is_cpu and 0 < x.numel() <= MOST and is_immediate(x) and _has_numba()):
+    if not (x.is_cpu and 0 < x.numel() <= MOST and is_immediate(x) and has_numba()):
         return quantize(x, bits, group)
     from regard.cache.quantizing_kernel import kernel  # here, because it imports numba
 
@@ -40,5 +40,5 @@ def quantized(
 
 
 @functools.cache
-def _has_numba() -> bool:
+def has_numba() -> bool:
     return find_spec("numba") is not None

@@ -57,6 +57,24 @@ def test_long_tensors_are_summed_in_pieces(monkeypatch):
     assert checksums(x) == whole
 
 
+@pytest.mark.parametrize("size", [1, 4096, 4097, 20_003])
+def test_compiled_sums_are_those_of_operators(size, monkeypatch):
+    pytest.importorskip("numba")
+    x = torch.randn(size)
+    compiled = checksums(x)
+    monkeypatch.setattr(module, "has_numba", lambda: False)
+    assert checksums(x) == compiled
+
+
+def test_sums_of_a_small_tensor_or_without_compiled_code_are_not_quicker(monkeypatch):
+    large = torch.zeros(module.LEAST)
+    assert not module.gains(large[:10])
+    monkeypatch.setattr(module, "has_numba", lambda: True)
+    assert module.gains(large)
+    monkeypatch.setattr(module, "has_numba", lambda: False)
+    assert not module.gains(large)
+
+
 def test_a_digest_is_computed_once_for_the_same_bytes():
     x, asked = torch.zeros(10), []
 

@@ -1,19 +1,23 @@
-"""Digests of tensors on a GPU, which are read by the host only once they have changed.
+"""Digests of tensors, which are computed anew only once their bytes have changed.
 
-A digest reads every byte on the host: seconds for a model on a GPU, which computes the prefix of a
-text in less. The GPU computes two sums of 32 bits of it at the rate of its memory. Each is a
-multilinear hash with secret factors (Lemire and Kaser 2014, arXiv:1202.4961), so that two tensors
-have the same sums with a probability of about 2**-60.
+A digest of a model takes as long as a dozen of its decoding steps on a CPU, and seconds of a model
+on a GPU, which computes the prefix of a text in less. So its device first computes two sums of 32
+bits: a GPU at the rate of its memory, a CPU five times as fast as a digest, in code that numba
+compiles. Each is a multilinear hash with secret factors (Lemire and Kaser 2014, arXiv:1202.4961),
+so that two tensors have the same sums with a probability of about 2**-60.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Int64
-from torch import Tensor
+from jaxtyping import Int32, Int64
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from regard.cache.quantizing import has_numba
+
+LEAST = 1 << 16  # bytes of a tensor on a CPU whose sums are worth their calls
 _ROW = 1 << 12  # numbers that are summed at a time
 _PIECE = 1 << 24  # numbers whose products are in memory at a time: 128 MiB
 _LOW = (1 << 32) - 1
@@ -24,8 +28,16 @@ Sums = tuple[int, int]
 _DIGESTS = WeakIdKeyDictionary()
 
 
+def gains(tensor: Tensor) -> bool:
+    """Whether sums of a tensor are quicker than its digest."""
+    if tensor.device.type == "cuda":
+        return True
+    large = tensor.is_cpu and tensor.nbytes >= LEAST and type(tensor) in (Tensor, nn.Parameter)
+    return large and has_numba()
+
+
 def digest_once(tensor: Tensor, digest: Callable[[], bytes]) -> bytes:
-    """`digest()` of a tensor on a GPU, unless all its bytes are as at the last call."""
+    """`digest()` of a tensor, unless all its bytes are as at the last call."""
     sums = checksums(tensor)
     known: tuple[Sums, bytes] | None = _DIGESTS.get(tensor)
     if known is None or known[0] != sums:
@@ -44,18 +56,31 @@ def checksums(tensor: Tensor) -> Sums:
         False
     """
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4))
-    numbers = raw.view(torch.int32)
-    one, other = (_reduced(numbers, factors) for factors in _factors(tensor.device))
+    raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4)) if len(raw) % 4 else raw
+    numbers, factors = raw.view(torch.int32), _factors(tensor.device)
+    if numbers.is_cpu and has_numba():
+        rows = _compiled_rows(numbers, factors)
+    else:
+        rows = [torch.cat([_rows(x, each) for x in numbers.split(_PIECE)]) for each in factors]
+    one, other = map(_reduced, rows, factors)
     return int(one), int(other)
 
 
-def _reduced(numbers: Tensor, factors: Int64[Tensor, " row_and_1"]) -> Int64[Tensor, ""]:
-    """The hash of numbers of 32 bits: of rows, then of the hashes of rows, until one is left."""
-    numbers = torch.cat([_rows(piece, factors) for piece in numbers.split(_PIECE)])
-    while len(numbers) > 1:
-        numbers = _rows(numbers, factors)
-    return numbers.sum()  # of one number, or none
+def _compiled_rows(numbers: Int32[Tensor, " n"], factors: Sequence[Tensor]) -> list[Tensor]:
+    """The hashes of rows by both factors, in compiled code."""
+    from regard.cache.paging.checksum_kernel import kernel  # imports numba
+
+    out = torch.empty(2, -(-len(numbers) // _ROW), dtype=torch.int64, device="cpu")
+    places = numbers.data_ptr(), *(each.data_ptr() for each in factors), out.data_ptr()
+    kernel(_ROW)(*places, len(numbers))
+    return [*out]
+
+
+def _reduced(rows: Tensor, factors: Int64[Tensor, " row_and_1"]) -> Int64[Tensor, ""]:
+    """The hash of the hashes of rows, until one is left."""
+    while len(rows) > 1:
+        rows = _rows(rows, factors)
+    return rows.sum()  # of one number, or none
 
 
 def _rows(numbers: Tensor, factors: Tensor) -> Int64[Tensor, " rows"]:

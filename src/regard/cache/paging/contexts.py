@@ -6,6 +6,7 @@ A prefix that was stored under one context is never found under another.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from regard.cache.files import memory_of
-from regard.cache.paging.checksums import digest_once
+from regard.cache.paging.checksums import digest_once, gains
 
 Modules = nn.Module | Sequence[nn.Module]
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
@@ -189,12 +190,27 @@ def fingerprint(module: Modules) -> str:
         >>> len(before), fingerprint(layer) == before
         (64, False)
     """
-    digest, known = hashlib.sha256(), dict[int, bytes]()  # tied tensors are read once
+    digest = hashlib.sha256()
     with torch.no_grad():
-        for name, entry in _whole(module).state_dict(keep_vars=True).items():
+        entries = _whole(module).state_dict(keep_vars=True)
+        known = _read_by_threads(entries)  # tied tensors are read once
+        for name, entry in entries.items():
             found = known.setdefault(id(entry), known.get(id(entry)) or _digest_of(name, entry))
             _update(digest, name.encode(), found)
     return digest.hexdigest()
+
+
+def _read_by_threads(entries: Mapping[str, Any]) -> dict[int, bytes]:
+    """The digests of plain tensors on the CPU, by their identity: threads read them side by side,
+    since hashing releases the interpreter's lock."""
+    plain = {
+        id(x): (name, x)
+        for name, x in entries.items()
+        if type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
+    }
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        digests = pool.map(lambda each: _digest_of(*each), plain.values())
+        return dict(zip(plain, digests, strict=True))
 
 
 def _whole(module: Modules) -> nn.Module:
@@ -257,7 +273,7 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
         header = f"{tensor.dtype} {list(tensor.shape)}".encode()
         return sha256(header, memory_of(plain.cpu()))
 
-    return digest_once(tensor, digest) if tensor.device.type == "cuda" else digest()
+    return digest_once(tensor, digest) if gains(tensor) else digest()
 
 
 def _inner_entries(tensor: Tensor) -> Sequence[Any] | None:

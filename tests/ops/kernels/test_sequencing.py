@@ -10,7 +10,7 @@ import numpy as np
 from regard.ops.kernels import head_norms, sequencing
 from regard.ops.kernels.chaining import Matrix, Norm, Product, prepare
 from regard.ops.kernels.sequencing import KernelCall
-from regard.ops.kernels.threads import launch
+from regard.ops.kernels.threads import launch, yield_address
 
 WIDTH = 64
 
@@ -18,7 +18,7 @@ WIDTH = 64
 def program_of(calls):
     """The record of a call, and the memory that it reads."""
     memory = np.array(calls, np.int64)
-    return sequencing.PACKED.pack(len(calls), memory.ctypes.data), memory
+    return sequencing.PACKED.pack(len(calls), memory.ctypes.data, yield_address()), memory
 
 
 @pytest.mark.parametrize("threads", [1, 2, 6])

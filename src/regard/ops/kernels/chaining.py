@@ -18,7 +18,7 @@ from regard.ops.kernels.row_products import (
     Strip,
     kernel,
 )
-from regard.ops.kernels.threads import launch
+from regard.ops.kernels.threads import launch, yield_address
 from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import machine_lanes
 
@@ -148,7 +148,7 @@ class PreparedChain(NamedTuple):
         of the rows by their numbers."""
         return PACKED.pack(
             self.length, rows, threads, counters, scratch, self.scratch_bytes(rows),
-            self._rows_at(rows), 0, *places, *NOWHERE[1 + len(places) :],
+            self._rows_at(rows), yield_address(), 0, *places, *NOWHERE[1 + len(places) :],
         ) + self.stages  # fmt: skip
 
     def counter_bytes(self, threads: int) -> int:
@@ -248,7 +248,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
     counters = counter_bytes(1, threads)
     space = workspace(counters + threads * scratch)
     ctypes.memset(space, 0, counters)
-    data = PACKED.pack(1, rows, threads, space, space + counters, scratch, LINE, 0, x.data_ptr(),
+    data = PACKED.pack(1, rows, threads, space, space + counters, scratch, LINE, 0, 0, x.data_ptr(),
                        out.data_ptr(), *NOWHERE[3:])  # fmt: skip
     bias_at = 0 if bias is None else bias.data_ptr()
     stage = PACKED_STAGE.pack(outputs, width, 1, False, 0, 0.0, 0.0, weight.data_ptr(), bias_at,

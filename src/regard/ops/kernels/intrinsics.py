@@ -352,13 +352,6 @@ def next_number(e, address):
     return e.builder.atomic_rmw("add", e.pointer(INT64, address), INT64(1), "acq_rel")
 
 
-@emits(types.int64)
-@no_type_check
-def current_number(e, address):
-    """The number in a counter that other threads change."""
-    return e.builder.load_atomic(e.pointer(INT64, address), "acquire", 8)
-
-
 @emits(types.float32)
 @no_type_check
 def fused(e, a, b, c):

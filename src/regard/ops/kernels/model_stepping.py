@@ -32,7 +32,7 @@ from regard.ops.kernels.stepping import (
     places_of_buffer,
     rotation_of,
 )
-from regard.ops.kernels.threads import launch
+from regard.ops.kernels.threads import launch, yield_address
 from regard.ops.kernels.tiles import LINE, TASKS_A_THREAD, KeyPages
 
 RECORDS = np.dtype([  # of the kernels of a layer
@@ -85,7 +85,7 @@ class ModelStep:
         self._at = _places(-(-self._memory.ctypes.data // LINE) * LINE, shared)
         self._cleared, self._row_bytes = shared["counters"], shared["x"]
         self._records, calls = np.zeros(len(layers), RECORDS), []
-        self._slots = _Slots(layers)
+        self._slots, self._pages = _Slots(layers), [layer.pages for layer in layers]
         for i, layer in enumerate(layers):
             counters = _places(self._at["counters"] + i * apart, of_layer)
             records = _records(layer, self.threads, counters, self._at, self._slots.address(i))
@@ -99,7 +99,7 @@ class ModelStep:
         code, waits = _norm_address(first.plan), self._at["counters"] + len(layers) * apart
         calls.append(KernelCall(code, self._last.ctypes.data, waits, waits + LINE))
         self._calls = np.array(calls, np.int64)
-        self._data = sequencing.PACKED.pack(len(calls), self._calls.ctypes.data)
+        self._data = sequencing.PACKED.pack(len(calls), self._calls.ctypes.data, yield_address())
         self._rotates = np.array([layer.rotates for layer in layers], np.int64)
         # a new token's slots in buffers are some bytes after the first one's
         append = self._records["append"]
@@ -123,9 +123,9 @@ class ModelStep:
         rotation = rotation_of(angles, x.shape[0], self.plan.width, signed=False)
         if rotation is None or length >= self.most or not self.held.is_unchanged():
             return None
-        if not self._slots.set(length):
+        if not self._slots.hold(length) or x.shape != self.shape:
             return None
-        if x.shape != self.shape or not is_plain(x, self.plan.dtype):
+        if not is_plain(x, self.plan.dtype):
             return None
         assert (bias is not None) == self.plan.tile.biased
         if bias is not None and (
@@ -147,6 +147,7 @@ class ModelStep:
 
     def _update(self, rotation: Rotation, length: int, bias: int) -> None:
         """Let the records be of a step after so many tokens, with the bias at this address."""
+        self._slots.set(length)
         append, attend = self._records["append"], self._records["attend"]
         rotated, append["sign"], append["cos"], append["sin"], append["angles_batch"] = rotation
         append["key_rotated"] = append["rotated"] = rotated * self._rotates
@@ -173,11 +174,14 @@ class _Slots:
         """Of a layer's slots; 0 of buffers."""
         return int(self._now[layer].ctypes.data) if self._size else 0
 
-    def set(self, length: int) -> bool:
-        """Let the slots be those after so many tokens; whether they lie in the last pages."""
+    def hold(self, length: int) -> bool:
+        """Whether the slots after so many tokens lie in the last pages."""
+        return not self._size or self._begin <= length < self._begin + self._size
+
+    def set(self, length: int) -> None:
+        """Let the slots be those after so many tokens."""
         if self._size:
             self._now[:] = self._at_begin + (length - self._begin)
-        return not self._size or self._begin <= length < self._begin + self._size
 
 
 def prepare_model(layers: Sequence[LayerStep], last: Norm, most: int) -> ModelStep | None:

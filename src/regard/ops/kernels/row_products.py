@@ -25,18 +25,13 @@ from numba import carray, types
 from numba.extending import typeof_impl
 
 from regard.compiling import compiled_from, part
-from regard.ops.kernels import appending, encoding, intrinsics, vectors
+from regard.ops.kernels import appending, encoding, intrinsics, vectors, waiting
 from regard.ops.kernels.appending import put
 from regard.ops.kernels.encoding import number
-from regard.ops.kernels.intrinsics import (
-    _type_of,
-    current_number,
-    emits,
-    floats,
-    next_number,
-)
+from regard.ops.kernels.intrinsics import _type_of, emits, floats, next_number
 from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import INT32, INT64
+from regard.ops.kernels.waiting import current_number, wait_for
 
 AHEAD = 1024  # bytes of weights: so far before it is read, a cache line is requested from memory;
 # not with AVX-512: an AMD EPYC of Zen 4 reads ahead itself, a third quicker than with requests
@@ -95,6 +90,7 @@ class Chain(NamedTuple):
     scratch: int  # address of the threads' scratch
     scratch_bytes: int  # of a thread: a line of sums, the gates of a task, the rows in float32
     rows_at: int  # bytes of the scratch before the rows
+    pause: int  # address of a C function that lets other threads run, for one that waits
 
 
 MOST_STAGES, MOST_PLACES = 3, 6
@@ -121,23 +117,15 @@ def kernel(strip: Strip) -> Any:
         sums = call.scratch + thread * call.scratch_bytes
         for s in range(call.stages):
             stage, finished = call.each[s], call.counters + LINE + s * of_stage
-            if stage.awaited != 0:
-                wait_for(finished - of_stage, stage.awaited)
+            if stage.awaited != 0:  # each thread counts tasks that it has begun: none waits for a
+                # thread that does not run
+                wait_for(finished - of_stage, stage.awaited, stage.awaited, call.pause)
             rows = rows_as_floats(strip, call, stage, sums + call.rows_at)
             for turn in range(call.threads):
                 share = (thread + turn) % call.threads
                 multiply_share(strip, call, stage, rows, share, finished, sums)
 
-    return compiled_from(chain, SIGNATURE, appending, encoding, intrinsics, vectors)
-
-
-@part
-@no_type_check
-def wait_for(counter, count):
-    """Return when the threads have counted so far. Each counts a task that it has begun, so none
-    waits for a thread that does not run."""
-    while current_number(counter) < count:
-        pass
+    return compiled_from(chain, SIGNATURE, appending, encoding, intrinsics, vectors, waiting)
 
 
 @part

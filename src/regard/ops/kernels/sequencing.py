@@ -15,9 +15,10 @@ from llvmlite import ir
 from numba import carray, types
 
 from regard.compiling import compiled_from
-from regard.ops.kernels import intrinsics
-from regard.ops.kernels.intrinsics import current_number, emits, next_number, numbers
+from regard.ops.kernels import intrinsics, waiting
+from regard.ops.kernels.intrinsics import emits, next_number, numbers
 from regard.ops.kernels.vectors import BYTE, INT64
+from regard.ops.kernels.waiting import wait_for
 
 
 class KernelCall(NamedTuple):
@@ -35,6 +36,7 @@ class Program(NamedTuple):
 
     number: int  # of kernels
     calls: int  # address of the `KernelCall` of each, one after the other
+    pause: int  # address of a C function that lets other threads run, for one that waits
 
 
 RECORD = np.dtype([(name, np.int64) for name in Program._fields])  # as the kernel reads it
@@ -57,10 +59,9 @@ def kernel() -> Any:
             if taken == 0 or next_number(taken) == 0:
                 run(code, record)
             leave(running)
-            while current_number(running) != 0:
-                pass
+            wait_for(running, 0, 0, program.pause)
 
-    return compiled_from(sequence, SIGNATURE, intrinsics)
+    return compiled_from(sequence, SIGNATURE, intrinsics, waiting)
 
 
 @emits(types.void)

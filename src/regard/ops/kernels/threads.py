@@ -32,6 +32,16 @@ def launch(address: int, data: bytes, threads: int) -> None:
             other.result()
 
 
+@functools.cache
+def yield_address() -> int:
+    """The address of the system's C function that lets other threads run on this processor; 0 where
+    there is none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):  # Windows
+        return 0
+
+
 def _help(run: Callable[[bytes], None], data: bytes, begun: "Future[None]") -> None:
     """Run tasks in another thread, unless the call is over: its memory may be in other use then."""
     if begun.set_running_or_notify_cancel():

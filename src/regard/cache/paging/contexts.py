@@ -168,7 +168,8 @@ def fingerprint(module: Modules) -> str:
 
     It does not depend on the device, nor on how tensors are split over ranks: of a `DTensor` the
     full tensor is read, so every rank must call this. Every call reads all weights, so that every
-    write is noticed, also through `.data`, numpy or another process.
+    write is noticed, also through `.data`, numpy or another process; a tensor whose sums are those
+    of the last call is not digested again.
 
     Args:
         module: a model, or its layers in order.

@@ -84,7 +84,7 @@ def _states(model: Any, given: dict[str, Any]) -> Tensor | None:
     if not _is_of_rows(mask, shape):
         return None
     bias = None if mask is None or mask.all() else addend(mask.bool(), None, torch.float32)
-    with _unmoved(cache):
+    with _lock_of_pages(cache):
         if not _has_steps(cache, biased=bias is not None):
             return None
         return _run(model, cache, tokens, given.get("position_ids"), bias)
@@ -135,8 +135,8 @@ def _is_of_rows(mask: Any, shape: tuple[int, ...]) -> bool:
     return mask.shape == shape and bool(mask.any(-1).all())
 
 
-def _unmoved(cache: Any) -> AbstractContextManager[Any]:
-    """Inside of the `with` block, no other thread moves the pages that a cache lies in."""
+def _lock_of_pages(cache: Any) -> AbstractContextManager[Any]:
+    """The lock of the pool in whose pages a cache lies: no other thread moves them meanwhile."""
     first = getattr(cache.layers[0], "cache", None)
     return first.memory.lock if isinstance(first, PagedCache) else nullcontext()
 

@@ -87,8 +87,7 @@ This code relies on these of their interfaces:
                    numba.core.typing.templates
     vectors.py     llvmlite.ir: IRBuilder, vector types, typed pointers (`as_pointer`),
                    atomic_rmw, load_atomic, calls of functions by address (sequencing.py,
-                   waiting.py); the
-                   LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
+                   waiting.py); the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function; the codegen's
                    `magic_tuple()[2]`, which lists the processor's features; llvmlite.ir.Type,
                    subclassed for bfloat; llvm.x86.avx512bf16.dpbf16ps.512

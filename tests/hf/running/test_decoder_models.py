@@ -19,6 +19,7 @@ from decoders import MODELS, PROMPT, STEPS, TOKENS, assert_same, logits_of, mode
 from regard import PagePool
 from regard.hf.running import decoder_models
 from regard.hf.running.binding import is_bound
+from regard.hf.running.products import gains
 from regard.ops.kernels.model_stepping import ModelStep
 from regard.ops.observed import backends_run, calls_run
 
@@ -80,7 +81,7 @@ def test_bfloat16_is_as_near_to_float32_as_layer_by_layer(name, kind, runs, monk
     exact = logits_of(wide.double())
     regard.hf.install(model)
     found = logits_of(model, regard.hf.cache(model, kind))
-    assert runs == [True] * REPEATED
+    assert runs == [True] * (REPEATED * gains(torch.bfloat16))
     monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
     others = logits_of(model, regard.hf.cache(model, kind))
     error, theirs = ((x.double() - exact).square().mean().sqrt() for x in (found, others))
@@ -147,13 +148,13 @@ def test_padded_rows_are_those_of_layers_that_run_one_by_one(dtype, runs, monkey
         return torch.cat(outs, 1)
 
     found = logits()
-    assert runs == [True] * REPEATED
+    assert runs == [True] * (REPEATED * gains(dtype))
     monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
     others = logits()
-    if dtype is torch.float32:
-        assert_same(found, others)
-    else:
-        assert (found - others).abs().max() <= 0.05 * others.abs().max()
+    model.double()
+    exact = logits()
+    error, theirs = ((x.double() - exact).square().mean().sqrt() for x in (found, others))
+    assert error <= 1.1 * theirs
 
 
 def test_hidden_keys_that_are_not_finite_hide_from_a_step(runs):

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -209,9 +210,10 @@ def _read_by_threads(entries: Mapping[str, Any]) -> dict[int, bytes]:
         for name, x in entries.items()
         if type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
     }
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with suppress(RuntimeError), ThreadPoolExecutor(torch.get_num_threads()) as pool:
         digests = pool.map(lambda each: _digest_of(*each), plain.values())
         return dict(zip(plain, digests, strict=True))
+    return {}  # no thread can be started: the caller reads them
 
 
 def _whole(module: Modules) -> nn.Module:

@@ -3,8 +3,8 @@
 A digest of a model takes as long as several of its decoding steps on a CPU, and seconds of a model
 on a GPU, which computes the prefix of a text in less. So its device first computes two sums of 32
 bits: a GPU at the rate of its memory, a CPU in code that numba compiles, in less time than a digest
-(`benchmarks/full_pages.py`). Each is a multilinear hash with secret factors (Lemire and Kaser 2014, arXiv:1202.4961),
-so that two tensors have the same sums with a probability of about 2**-60.
+(`benchmarks/full_pages.py`). Each is a multilinear hash with secret factors (Lemire and Kaser 2014,
+arXiv:1202.4961), so that two tensors have the same sums with a probability of about 2**-60.
 """
 
 import functools

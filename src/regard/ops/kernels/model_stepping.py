@@ -85,7 +85,8 @@ class ModelStep:
         self._at = _places(-(-self._memory.ctypes.data // LINE) * LINE, shared)
         self._cleared, self._row_bytes = shared["counters"], shared["x"]
         self._records, calls = np.zeros(len(layers), RECORDS), []
-        self._slots, self._pages = _Slots(layers), [layer.pages for layer in layers]
+        self._slots = _Slots(layers)
+        self._pages = [layer.pages for layer in layers]  # tables, alive while records point to them
         for i, layer in enumerate(layers):
             counters = _places(self._at["counters"] + i * apart, of_layer)
             records = _records(layer, self.threads, counters, self._at, self._slots.address(i))

@@ -26,8 +26,10 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops/backends": (1700, 2142),
     "ops/kernels": (
         2900,
-        5353,
-    ),  # a decoding step of all layers in one call, 600 lines: Python took a quarter of a step;
+        5602,
+    ),  # keys in several places attended to in one call, 250: steps over pages of codes took 1.5
+    # times as long as over keys in one place;
+    # a decoding step of all layers in one call, 600 lines: Python took a quarter of a step;
     # steps over pages;
     # with chains of linear layers, 557 lines, which are not attention;
     # keys of latents by products of bfloat16 pairs, with weights read as they are stored, 64;

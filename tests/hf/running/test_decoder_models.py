@@ -20,6 +20,7 @@ from regard import PagePool
 from regard.hf.running import decoder_models
 from regard.hf.running.binding import is_bound
 from regard.hf.running.products import gains
+from regard.ops.kernels import model_stepping
 from regard.ops.kernels.model_stepping import ModelStep
 from regard.ops.observed import backends_run, calls_run
 
@@ -289,16 +290,52 @@ def test_pages_open_and_fill(batch, runs):
     assert len(runs) >= 40
 
 
-def test_sealed_pages_of_codes_run_layer_by_layer(runs, monkeypatch):
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("format", ["K8V8", "K8V4", "K4V4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sealed_pages_of_codes(dtype, format, batch, runs, monkeypatch):
+    """The first page stays as it is; the second one is codes, beside the open third one."""
+    wide = model_of("Llama", hidden_size=128, head_dim=32)
+    model = copy.deepcopy(wide).to(dtype)
+    regard.hf.install(model)
+    options = {"format": format, "page_size": 16, "tokens": 512}
+    found = tokens_after(model, regard.hf.cache(model, "paged", **options), LONG[:batch])
+    assert runs == [True] * len(runs)
+    assert len(runs) >= 40 * gains(dtype)
+    monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
+    others = tokens_after(model, regard.hf.cache(model, "paged", **options), LONG[:batch])
+    if dtype is torch.float32:
+        assert_same(found, others)
+        return
+    regard.hf.install(wide)
+    exact = tokens_after(wide, regard.hf.cache(wide, "paged", **options), LONG[:batch])
+    error, theirs = ((x - exact).square().mean().sqrt() for x in (found, others))
+    assert error <= 1.1 * theirs
+
+
+def test_a_step_over_codes_is_made_once_a_page(monkeypatch):
+    """And anew when the pool moves the memory of the codes, which the old step would keep."""
+    made, prepare = [], model_stepping.prepare_model
+
+    def prepared(layers, *given):
+        made.append([weakref.ref(each.source.k.codes) for each in layers[0].others])
+        return prepare(layers, *given)
+
+    monkeypatch.setattr(model_stepping, "prepare_model", prepared)
     model = model_of("Llama", hidden_size=128, head_dim=32)
     regard.hf.install(model)
-    options = {"format": "K8V8", "page_size": 16, "tokens": 512}
-    found = tokens_after(model, regard.hf.cache(model, "paged", **options), LONG[:1])
-    assert runs == [True] * len(runs)
-    assert 9 <= len(runs) < 30  # until a page is codes: the first one stays as it is
-    monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
-    others = tokens_after(model, regard.hf.cache(model, "paged", **options), LONG[:1])
-    assert_same(found, others)
+    cache, again = (
+        regard.hf.cache(model, "paged", format="K8V8", page_size=16, tokens=4096) for _ in range(2)
+    )
+    wanted = tokens_after(model, again, LONG[:1, :42])
+    assert len(made) == 3  # pages of 16 tokens, and no step for the first tokens of one
+    tokens_after(model, cache, LONG[:1, :40])
+    (kept,) = made[-1]
+    codes = cache.layers[0].cache.segments_of_step[1].slab
+    codes.reserve(2 * codes.capacity)
+    assert kept() is not None
+    assert_same(tokens_after(model, cache, LONG[:1, 40:42], past=1), wanted[:, -2:])
+    assert kept() is None
 
 
 def test_pages_that_caches_share_and_copy(runs):

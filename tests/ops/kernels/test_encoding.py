@@ -1,5 +1,7 @@
 """Rotation of rows in compiled code, and the streams that a step reads."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ pytest.importorskip("numba")
 
 from regard import QuantizedCache
 from regard.cache.quantized import streams_with_room
-from regard.ops.kernels.encoding import Codes, codes_of, mix_all
+from regard.ops.kernels.encoding import TURNED, Codes, codes_of, mix_all, turn_kernel
 
 
 def sylvester(width):
@@ -32,6 +34,18 @@ def test_blocks_of_channels_are_multiplied_by_their_matrices(channels, blocks):
     mix_all(got.data_ptr(), 3, channels + 2, channels)
     assert (got.double() - expected).abs().max() <= 1e-6 * rows.abs().max()
     assert got[:, start:].equal(rows[:, start:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_written_elsewhere_in_float32_and_rotated(dtype):
+    rows, channels = torch.randn(3, 20).to(dtype), 8
+    kept, got = rows.clone(), torch.empty(3, 20)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(turn_kernel(dtype is torch.bfloat16).address)
+    run(TURNED.pack(rows.data_ptr(), got.data_ptr(), 3, 20, channels))
+    expected = rows.double()
+    expected[:, :channels] = expected[:, :channels] @ sylvester(channels)
+    assert (got.double() - expected).abs().max() <= 1e-6 * rows.abs().max()
+    assert rows.equal(kept)
 
 
 def test_codes_that_no_kernel_reads_have_no_step():

@@ -7,18 +7,11 @@ pytest.importorskip("numba")
 
 import numpy as np
 
-from regard.ops.kernels import head_norms, sequencing
+from regard.ops.kernels import head_norms
 from regard.ops.kernels.chaining import Matrix, Norm, Product, prepare
-from regard.ops.kernels.sequencing import KernelCall
-from regard.ops.kernels.threads import launch, yield_address
+from regard.ops.kernels.sequencing import Kernel, KernelSequence, lines
 
 WIDTH = 64
-
-
-def program_of(calls):
-    """The record of a call, and the memory that it reads."""
-    memory = np.array(calls, np.int64)
-    return sequencing.PACKED.pack(len(calls), memory.ctypes.data, yield_address()), memory
 
 
 @pytest.mark.parametrize("threads", [1, 2, 6])
@@ -34,21 +27,20 @@ def test_each_kernel_reads_the_results_of_the_one_before(threads):
     of_counters, of_scratch = chains[0].counter_bytes(threads), chains[0].scratch_bytes(1)
     counters = np.zeros((count, of_counters // 8), np.int64)
     scratch = np.zeros(threads * of_scratch, np.uint8)
-    running = np.zeros((count, 8), np.int64)
     at = [x.data_ptr() for x in rows]
     records = [
         chain.record(1, threads, line.ctypes.data, scratch.ctypes.data, places)
         for chain, line, *places in zip(chains, counters, at, at[1:], strict=False)
     ]
-    data, memory = program_of([
-        KernelCall(chain.address, np.frombuffer(record, np.uint8).ctypes.data, line.ctypes.data, 0)
-        for chain, record, line in zip(chains, records, running, strict=True)
+    sequence = KernelSequence([
+        Kernel(chain.address, record, False) for chain, record in zip(chains, records, strict=True)
     ])  # fmt: skip
-    launch(sequencing.address(), data, threads)
-    assert memory.shape == (count, len(KernelCall._fields))
-    assert not running.any()
-    error, theirs = ((x.double() - expected).square().mean().sqrt() for x in (rows[-1], plain))
-    assert error <= 2 * theirs
+    for _ in range(2):  # any number of calls: the counters of the products are zeroed by these
+        counters[:] = 0
+        rows[1:] = 0
+        sequence.run(threads)
+        error, theirs = ((x.double() - expected).square().mean().sqrt() for x in (rows[-1], plain))
+        assert error <= 2 * theirs
 
 
 @pytest.mark.parametrize("threads", [1, 2, 6])
@@ -56,14 +48,31 @@ def test_a_kernel_for_one_thread_runs_once(threads):
     """Norms in place: with each one, a row is multiplied by the weight again."""
     rows, weight = torch.ones(2, 1, 8), torch.full((8,), 3.0)
     record = head_norms.record(((x.data_ptr(), 1, 8), Norm(weight, 8.0)) for x in rows)
-    running, taken = np.zeros((2, 8), np.int64), np.zeros((2, 8), np.int64)
-    where = np.frombuffer(record, np.uint8).ctypes.data
-    address = int(head_norms.kernel(False).address)
-    data, _memory = program_of([
-        KernelCall(address, where, running[i].ctypes.data, taken[i].ctypes.data) for i in range(2)
-    ])  # fmt: skip
-    launch(sequencing.address(), data, threads)
+    norms = Kernel(int(head_norms.kernel(False).address), record, True)
+    KernelSequence([norms, norms]).run(threads)
     once = 3.0 / (1.0 + 8.0) ** 0.5  # of ones: their mean square is 1, and 8 is added
     twice = 3.0 * once / (once**2 + 8.0) ** 0.5
     assert rows.flatten().tolist() == pytest.approx([twice] * 16, rel=1e-5)
-    assert [*taken[:, 0]] == [threads] * 2
+
+
+def test_records_change_with_their_array():
+    weights = [Norm(torch.full((8,), float(n)), 0.0) for n in range(6)]
+    rows = torch.ones(6, 1, 8)
+    code = int(head_norms.kernel(False).address)
+    sequence = KernelSequence([
+        Kernel(code, head_norms.record([((row.data_ptr(), 1, 8), norm)]), True)
+        for row, norm in zip(rows, weights, strict=True)
+    ])  # fmt: skip
+    second, fourth = sequence.records(1, 2, head_norms.RECORD)[:2]
+    second["each"][0]["weight"] = weights[5].weight.data_ptr()
+    fourth["each"][0]["rows"] = 0
+    sequence.run(threads=1)
+    assert rows[:, 0, 0].tolist() == pytest.approx([0, 5, 2, 1, 4, 5])
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 1000])
+def test_memory_begins_with_a_cache_line(count):
+    memory = lines(count)
+    assert len(memory) == count
+    assert not memory.any()
+    assert memory.ctypes.data % 64 == 0

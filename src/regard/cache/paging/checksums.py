@@ -92,11 +92,7 @@ def _rows(numbers: Tensor, factors: Tensor) -> Int64[Tensor, " rows"]:
 @functools.cache
 def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
     """Secret factors of 64 bits, and a term in front of them, for both hashes."""
-    drawn = torch.Generator()
+    drawn, (low, high) = torch.Generator(), (-(1 << 63), (1 << 63) - 1)
     drawn.seed()
-    limits = torch.iinfo(torch.int64)
-    made = [
-        torch.randint(limits.min, limits.max, (_ROW + 1,), generator=drawn).to(device)
-        for _ in range(2)
-    ]
-    return made[0], made[1]
+    one, other = (torch.randint(low, high, (_ROW + 1,), generator=drawn) for _ in range(2))
+    return one.to(device), other.to(device)

@@ -36,19 +36,23 @@ class Stepping:
         """The memory `[1, G, tokens of all pages, W]` of the streams in open pages."""
         return () if self._kind is None else self._kind.open.streams
 
-    def pages_of_step(self) -> list[PagedRange]:
-        """The pages of each slab, with room for one more token in the last page of each row.
-
-        The order of the keys is not kept: attention that sees all of them does not depend on it.
-        Nothing, and an `update` is needed, if the token opens or fills a page, rows differ in
-        length or share pages, there is a window or offloading, or no page was read before.
+    @property
+    def segments_of_step(self) -> Sequence[Segment]:
+        """The segments, with room for one more token in the last page of each row: the same list
+        until a page is added. None, and an `update` is needed, if the token opens or fills a page,
+        rows differ in length, there is a window or offloading, or no page was read before.
         """
         size, place = self.memory.page_size, self._lengths.longest % self.memory.page_size
         if not 0 < place < size - 1 or self._lengths.rows is not None:
-            return []
-        if self.window is not None or self.memory.offloading is not None:
-            return []
-        ranges = [_range(each, size, self._lengths.longest + 1) for each in self._rows.segments]
+            return ()
+        simple = self.window is None and self.memory.offloading is None
+        return self._rows.segments if simple else ()
+
+    def pages_of_step(self) -> list[PagedRange]:
+        """The pages of `segments_of_step` by slab; none if rows share pages. The order of the keys
+        is not kept: attention that sees all of them does not depend on it."""
+        size, stop = self.memory.page_size, self._lengths.longest + 1
+        ranges = [_range(each, size, stop) for each in self.segments_of_step]
         found = [each for each in ranges if each is not None]
         return _by_slab(found) if found and len(found) == len(ranges) else []
 
@@ -76,7 +80,6 @@ def _by_slab(ranges: Sequence[PagedRange]) -> list[PagedRange]:
 
 
 def _joined(ranges: Sequence[PagedRange]) -> PagedRange:
-    if len(ranges) == 1:
-        return ranges[0]
-    table = torch.cat([each.table for each in ranges], 1)
+    tables = [each.table for each in ranges]
+    table = torch.cat(tables, 1) if len(tables) > 1 else tables[0]
     return PagedRange(ranges[0].streams, table, sum(each.tokens for each in ranges))

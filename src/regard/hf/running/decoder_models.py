@@ -6,6 +6,7 @@ the products of `decoder_layers.py`, run one after the other in one call.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -74,8 +75,7 @@ def forward(self: Any, *args: Any, **given: Any) -> Any:
 def _states(model: Any, given: dict[str, Any]) -> Tensor | None:
     """The normed hidden states after all layers, in a step that is like the one before it; None,
     and the cache is as before, in other calls."""
-    tokens: Any = given.get("input_ids")
-    cache: Any = cache_in(given)
+    tokens, cache = given.get("input_ids"), cache_in(given)
     if not isinstance(tokens, Tensor) or not is_immediate(tokens) or tokens.shape[-1:] != (1,):
         return None
     if not hasattr(cache, "append") or not _wants_states_alone(model, given):
@@ -130,9 +130,8 @@ def _is_of_rows(mask: Any, shape: tuple[int, ...]) -> bool:
     sees one."""
     if mask is None:
         return True
-    if not isinstance(mask, Tensor) or not is_immediate(mask) or not mask.is_cpu:
-        return False
-    return mask.shape == shape and bool(mask.any(-1).all())
+    plain = isinstance(mask, Tensor) and is_immediate(mask) and mask.is_cpu
+    return plain and mask.shape == shape and bool(mask.any(-1).all())
 
 
 def _lock_of_pages(cache: Any) -> AbstractContextManager[Any]:
@@ -150,9 +149,7 @@ def _has_steps(cache: Any, *, biased: bool) -> bool:
     kinds = {type(each.run_one) for each in steps}
     if kinds == {PagedStep}:
         pages = [layer.cache.memory for layer in cache.layers]
-        return (
-            all(each is pages[0] for each in pages) and len(sources_of(cache.layers[0].cache)) == 1
-        )
+        return all(each is pages[0] for each in pages) and bool(_pages(cache.layers[0].cache))
     return kinds == {BufferStep}
 
 
@@ -166,7 +163,7 @@ class StepOfLayer(NamedTuple):
     attention: Any
     held: Any
     step: InstalledStep
-    pages: Any  # the table of the pages that the step reads; None of buffers
+    pages: tuple[Any, ...]  # where the pages that the step reads lie; none of buffers
 
     def is_current(self, length: int) -> bool:
         """Whether the step is of the module's present settings, and the cache holds so many tokens,
@@ -187,13 +184,16 @@ class DecoderStep(NamedTuple):
         at = {id(each) for each in cache.layers}
         if any(x.held.step is not x.step or id(x.held) not in at for x in self.layers):
             return False
-        return all(x.pages is None or x.pages is _table(x.held.cache) for x in self.layers)
+        now = ((x.pages, _pages(x.held.cache)) for x in self.layers)
+        return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in now)
 
 
-def _table(cache: PagedCache) -> Tensor | None:
-    """The table of the pages of a step; None unless they are one range."""
-    ranges = cache.pages_of_step()
-    return ranges[0].table if len(ranges) == 1 else None
+def _pages(cache: Any) -> tuple[Any, ...]:
+    """The segments of pages that a step reads, and the memory of each: the same objects until a
+    page is added, or memory is moved. None of buffers."""
+    segments = cache.segments_of_step if isinstance(cache, PagedCache) else ()
+    memory = (each.slab and each.slab.streams for each in segments)
+    return (segments, *memory) if segments else ()
 
 
 _steps: "WeakKeyDictionary[nn.Module, WeakKeyDictionary[Any, DecoderStep]]" = WeakKeyDictionary()
@@ -215,18 +215,14 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
     plans, steps, own = [*map(decoder_layers.plan_of, layers)], [], []
     for layer, plan in zip(layers, plans, strict=True):
         family, held = known_family(layer.self_attn), cache.layers[layer.self_attn.layer_idx]
-        paged = isinstance(held.cache, PagedCache)
-        table = _table(held.cache) if paged else None
-        steps.append(StepOfLayer(family, layer.self_attn, held, held.step, table))
+        steps.append(StepOfLayer(family, layer.self_attn, held, held.step, _pages(held.cache)))
         norms, at = _head_norms(family, layer.self_attn), _attention(held)
-        if plan.after_wide is None or not gains(plan.before.dtype):
+        if norms is None or at is None or plan.after_wide is None or not gains(plan.before.dtype):
             continue
-        if norms is None or at is None:
-            continue
-        heads, buffers, pages = at
+        heads, buffers, *where = at
         rotates, scale = family.rotate is rotating.halves, held.step.scale
-        chains = plan.before, plan.after_wide
-        own.append(LayerStep(*chains, heads, buffers, scale, rotates, norms, pages))
+        products = plan.before, plan.after_wide
+        own.append(LayerStep(*products, heads, buffers, scale, rotates, norms, *where))
     last = decoder_layers.norm_of(model.norm)
     whole = len(own) == len(layers) and all(map(decoder_layers.is_plain_layer, layers))
     most = min(each.step.most for each in steps)
@@ -237,16 +233,20 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
 
 
 def _attention(held: Any) -> tuple[Any, ...] | None:
-    """The plan of the attention of a layer in the cache, its streams and the pages of these; None
-    of pages in several memories, or of codes."""
+    """The plan of the attention of a layer in the cache, the streams in which the new token lies,
+    the pages of these, and what else it reads; None of a layer without room in an open page."""
+    from regard.ops.kernels.merging import Reading  # imports numba
+
     run_one = held.step.run_one
     if type(run_one) is BufferStep:
-        return *run_one, None
-    sources = sources_of(held.cache)
-    if len(sources) != 1 or not all(isinstance(x, Tensor) for x in sources[0][:2]):
+        return run_one
+    *others, last = sources_of(held.cache) or [None]
+    if last is None or not all(isinstance(x, Tensor) for x in last[:2]):
         return None
-    keys, values, pages = sources[0]
-    return run_one.plan.plan_of(pages.size), (keys, values), pages
+    plan = run_one.plan.plan_of(last.pages.size)
+    sizes = plan.batch, plan.kv_heads, plan.heads // plan.kv_heads, plan.width
+    found = tuple(Reading.of(x, sizes, plan.dtype, plan.value_width) for x in others)
+    return plan, last[:2], last.pages, found
 
 
 def _head_norms(family: Family, attention: Any) -> tuple[Any, ...] | None:

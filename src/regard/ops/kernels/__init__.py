@@ -14,7 +14,9 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     launching.py      `decode`: addresses of tensors, memory to work in
     appending.py      rotates one token's queries and keys, appends its keys and values to a cache
     stepping.py       `Plan.run`: those two, as a decoding step of a layer
-    merging.py        `decode_all`: the kernel on keys in several places, merged
+    sequencing.py     `KernelSequence.run`: kernels one after the other, in one call
+    merging.py        `decode_all`: the kernel on keys in several places, merged that way
+    model_stepping.py  a decoding step of all layers of a model that way
     paged_stepping.py  a step over pages
     latent_stepping.py  the same over a joint latent, whose keys are rebuilt
     threads.py        the threads that run a kernel

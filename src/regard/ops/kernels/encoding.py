@@ -27,6 +27,7 @@ from regard.ops.kernels.intrinsics import floats, halves, octets
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 MIXED = struct.Struct("4q")  # address of rows, their number and width, channels that are rotated
+TURNED = struct.Struct("5q")  # addresses of rows and of the results; as `MIXED`
 SOURCES = intrinsics, quantizing_kernel, layout  # modules whose code `keep` and `mix` contain
 
 
@@ -128,6 +129,22 @@ def mix_kernel() -> Any:
             mix(rows + 4 * i * width, channels)
 
     return compiled_from(mix_rows, SIGNATURE, *SOURCES)
+
+
+@functools.cache
+@no_type_check
+def turn_kernel(half: bool) -> Any:
+    """The machine code that writes rows of bfloat16 or float32 numbers in float32, rotated: a C
+    function of the address of `TURNED`."""
+
+    def turn_rows(data):
+        source, target, count, width, channels = data[0], data[1], data[2], data[3], data[4]
+        for i in range(count):
+            row = target + 4 * i * width
+            widen(source + (2 if half else 4) * i * width, row, width, half)
+            mix(row, channels)
+
+    return compiled_from(turn_rows, SIGNATURE, *SOURCES)
 
 
 def mix_all(rows: int, count: int, width: int, channels: int) -> None:

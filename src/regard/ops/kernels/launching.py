@@ -5,7 +5,7 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -61,10 +61,44 @@ def decode(
     """
     (b, g, m, d), s = q.shape, _tensor(k).shape[2] if pages is None else pages.keys
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
-    dv = (width or d) if v is None else _width(v)
-    stored, turned = (d, 0) if latents is None else (_width(k), latents.cos.shape[1])
+    dv, biased = (width or d) if v is None else _width(v), bias is not None
+    at = stored(k, v, (b, g, m, s), dtype, d, dv, biased, lanes, pages, latents)
+    q_at, bias_at = place_of("q", q, dtype, (b, g, m, d)), NOWHERE
+    if bias is not None:
+        bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
+    whole = at.code[0].value_width
+    results = results or empty_results((b, g, m, whole))
+    places = (*q_at, *at.places, *bias_at)
+    out, lse = attend_at(at.code, (b, g, m, s), places, scale, results)
+    return out if whole == dv else out[..., :dv], lse
+
+
+class Stored(NamedTuple):
+    """Keys and values as a kernel reads them."""
+
+    code: tuple[Tile, int]  # the tile, and the address of its machine code
+    places: tuple[int, ...]  # as `Decode` has them from `k` to `positions_row`
+    values: Tensor | QuantizedStream | None  # they may be a copy, which lives as long as this
+
+
+def stored(
+    k: Tensor | QuantizedStream,
+    v: Tensor | QuantizedStream | None,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    biased: bool = False,
+    lanes: int | None = None,
+    pages: KeyPages | None = None,
+    latents: Latents | None = None,
+) -> Stored:
+    """Keys and values for queries of these sizes (B, G, M, S), of a dtype and a width; the other
+    arguments are those of `decode`."""
+    (b, g, m, s), d, dv = sizes, width, value_width
+    rank, turned = (d, 0) if latents is None else (_width(k), latents.cos.shape[1])
     if lanes is None and latents is not None:
-        lanes = lanes_of_latents(d, stored, turned)
+        lanes = lanes_of_latents(d, rank, turned)
     elif lanes is None:
         lanes = lanes_for(d, dv, dtype, joined=v is None)
     whole = dv
@@ -72,27 +106,20 @@ def decode(
         whole = -(-dv // lanes) * lanes
         v = readable_beyond(v, whole - dv)
     _check_sizes(s, d, whole, dtype, joined=v is None, lanes=lanes)
-    q_at = place_of("q", q, dtype, (b, g, m, d))
     held = (b, g, s) if pages is None else (1, g, _tensor(k).shape[2])
     size = 0 if pages is None else pages.size
-    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, stored), size)
+    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, rank), size)
     v_form, v_at, v_scales = k_form, k_at, NOWHERE
     if v is not None:
         v_form, v_at, v_scales = _stream("v", v, dtype, (*held, dv), size)
     latents_at = NO_LATENTS
     if latents is not None:
-        latents_at = _latents(latents, dtype, (b, g, s, d, stored), lanes)
-        k_form = latent_format(dtype, stored, turned, lanes)
+        latents_at = _latents(latents, dtype, (b, g, s, d, rank), lanes)
+        k_form = latent_format(dtype, rank, turned, lanes)
     table = NOWHERE if pages is None else table_of(pages, b, held[2])
-    bias_at = NOWHERE
-    if bias is not None:
-        bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
-    half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
+    half, joined = dtype is torch.bfloat16, v is None
     code = compiled(m, d, whole, half, joined, biased, lanes, k_form, v_form, size)
-    places = (*q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *latents_at, *bias_at)
-    results = results or empty_results((b, g, m, whole))
-    out, lse = attend_at(code, (b, g, m, s), places, scale, results)
-    return out if whole == dv else out[..., :dv], lse
+    return Stored(code, (*k_at, *v_at, *k_scales, *v_scales, *table, *latents_at), v)
 
 
 def attend_at(

@@ -1,9 +1,9 @@
 """A decoding step of all layers of a model in one call of compiled code.
 
 A layer is a chain of products (norm, queries, keys, values), the append of the new tokens, their
-attention, and another chain (outputs of the heads, norm, gated MLP). The records of these kernels
-are packed once, and lie in memory of the step's own. From one step to the next only the number of
-tokens and the angles change in them.
+attention, and another chain (outputs of the heads, norm, gated MLP). Keys that lie elsewhere, as in
+pages of codes, are attended to before that. The records of these kernels are packed once. From one
+step to the next only the number of tokens and the angles change in them.
 """
 
 import ctypes
@@ -18,12 +18,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.matrices import MOST_ROWS
-from regard.ops.kernels import appending, head_norms, row_products, sequencing, tiles
+from regard.ops.kernels import appending, head_norms, tiles
 from regard.ops.kernels.chaining import Held, Norm, PreparedChain, is_plain
 from regard.ops.kernels.encoding import MIXED, mix_kernel
 from regard.ops.kernels.launching import NOWHERE, Place, bytes_of, counters_of, table_of
+from regard.ops.kernels.merging import Reading
 from regard.ops.kernels.paged_stepping import slots_of
-from regard.ops.kernels.sequencing import KernelCall
+from regard.ops.kernels.sequencing import Kernel, KernelSequence, lines
 from regard.ops.kernels.stepping import (
     Angles,
     Plan,
@@ -32,19 +33,8 @@ from regard.ops.kernels.stepping import (
     places_of_buffer,
     rotation_of,
 )
-from regard.ops.kernels.threads import launch, yield_address
 from regard.ops.kernels.tiles import LINE, TASKS_A_THREAD, KeyPages
 
-RECORDS = np.dtype([  # of the kernels of a layer
-    ("before", row_products.RECORD),
-    ("norm", head_norms.RECORD),
-    ("append", appending.RECORD),
-    ("attend", tiles.RECORD),
-    ("mix", [("fields", np.int64, (4,))]),
-    ("after", row_products.RECORD),
-])  # fmt: skip
-OFFSETS = {name: place[1] for name, place in (RECORDS.fields or {}).items()}
-OF_ONE = ("norm", "append", "mix")  # kernels that take a microsecond or two: one thread runs them
 SLOTS = ("keys", "values", "k_scales", "v_scales")  # of `Append`: the new token is written there
 UNROTATED: Rotation = (0, 1, 0, 0, 0)
 NOTHING_HELD = Held.of(())
@@ -61,6 +51,7 @@ class LayerStep(NamedTuple):
     rotates: bool  # whether queries and keys are rotated
     norms: tuple[Norm, ...]  # of the heads of queries and of keys, before rotation; or none
     pages: KeyPages | None = None  # with room for the new token; None of other buffers
+    others: tuple[Reading, ...] = ()  # keys and values in other pages, before the new token
 
 
 class ModelStep:
@@ -80,31 +71,28 @@ class ModelStep:
         self.plan, self._lock = first.plan, threading.Lock()
         of_layer, shared = _counters(first, self.threads), _shared(first, self.threads)
         apart = _places(0, of_layer)["end"]
-        shared = {"counters": len(layers) * apart + 2 * LINE, **shared}
-        self._memory = np.empty(_places(0, shared)["end"] + LINE, np.uint8)
-        self._at = _places(-(-self._memory.ctypes.data // LINE) * LINE, shared)
+        shared = {"counters": len(layers) * apart, **shared}
+        self._memory = lines(_places(0, shared)["end"])
+        self._at = _places(self._memory.ctypes.data, shared)
         self._cleared, self._row_bytes = shared["counters"], shared["x"]
-        self._records, calls = np.zeros(len(layers), RECORDS), []
-        self._slots = _Slots(layers)
-        self._pages = [layer.pages for layer in layers]  # tables, alive while records point to them
+        self._slots, self._elsewhere = _Slots(layers), sum(x.keys for x in first.others)
+        kernels: list[Kernel] = []
         for i, layer in enumerate(layers):
-            counters = _places(self._at["counters"] + i * apart, of_layer)
-            records = _records(layer, self.threads, counters, self._at, self._slots.address(i))
-            for name, packed in records.items():
-                self._records[name][i] = np.frombuffer(packed, RECORDS[name])[0]
-            at = self._records.ctypes.data + i * RECORDS.itemsize
-            calls += _calls(layer, at, counters)
-        rows, _, width = self.shape
+            at = self._at | _places(self._at["counters"] + i * apart, of_layer)
+            own = _kernels(layer, self.threads, at, self._slots.address(i))
+            kernels += own.values()
+        names, (rows, _, width) = [*own], self.shape
         record = head_norms.record([((self._at["x"], rows, width), last)])
-        self._last = np.frombuffer(record, np.uint8)
-        code, waits = _norm_address(first.plan), self._at["counters"] + len(layers) * apart
-        calls.append(KernelCall(code, self._last.ctypes.data, waits, waits + LINE))
-        self._calls = np.array(calls, np.int64)
-        self._data = sequencing.PACKED.pack(len(calls), self._calls.ctypes.data, yield_address())
+        self._sequence = KernelSequence([*kernels, Kernel(_norm_address(first.plan), record, True)])
+        self._append, self._attend = (
+            self._sequence.records(names.index(name), len(names), dtype)
+            for name, dtype in (("append", appending.RECORD), ("attend", tiles.RECORD))
+        )
+        # tables are alive while records point to them
+        self._tables = [(layer.pages, *(x.source.pages for x in layer.others)) for layer in layers]
         self._rotates = np.array([layer.rotates for layer in layers], np.int64)
         # a new token's slots in buffers are some bytes after the first one's
-        append = self._records["append"]
-        self._firsts = [(name, append[name].copy()) for name in SLOTS]
+        self._firsts = [(name, self._append[name].copy()) for name in SLOTS]
         self._apart = np.array([_bytes_of_tokens(layer) for layer in layers], np.int64).T
 
     def run(
@@ -124,7 +112,7 @@ class ModelStep:
         rotation = rotation_of(angles, x.shape[0], self.plan.width, signed=False)
         if rotation is None or length >= self.most or not self.held.is_unchanged():
             return None
-        if not self._slots.hold(length) or x.shape != self.shape:
+        if not self._slots.hold(length - self._elsewhere) or x.shape != self.shape:
             return None
         if not is_plain(x, self.plan.dtype):
             return None
@@ -139,7 +127,7 @@ class ModelStep:
             self._update(rotation, length, 0 if bias is None else bias.data_ptr())
             ctypes.memset(self._at["counters"], 0, self._cleared)
             ctypes.memmove(self._at["x"], x.data_ptr(), self._row_bytes)
-            launch(sequencing.address(), self._data, self.threads)
+            self._sequence.run(self.threads)
             out = x.new_empty(self.shape)
             ctypes.memmove(out.data_ptr(), self._at["x"], self._row_bytes)
             return out
@@ -148,20 +136,20 @@ class ModelStep:
 
     def _update(self, rotation: Rotation, length: int, bias: int) -> None:
         """Let the records be of a step after so many tokens, with the bias at this address."""
-        self._slots.set(length)
-        append, attend = self._records["append"], self._records["attend"]
+        self._slots.set(length - self._elsewhere)
+        append, attend, keys = self._append, self._attend, length + 1 - self._elsewhere
         rotated, append["sign"], append["cos"], append["sin"], append["angles_batch"] = rotation
         append["key_rotated"] = append["rotated"] = rotated * self._rotates
         for (name, first), apart in zip(self._firsts, self._apart, strict=True):
             append[name] = first + length * apart
         attend["bias"], attend["bias_batch"] = bias, length + 1
         heads = self.plan.batch * self.plan.kv_heads
-        ranges, keys = self.plan.tile.ranges(length + 1, heads, self.threads)
-        attend["keys"], attend["ranges"], attend["range_keys"] = length + 1, ranges, keys
+        ranges, of_range = self.plan.tile.ranges(keys, heads, self.threads)
+        attend["keys"], attend["ranges"], attend["range_keys"] = keys, ranges, of_range
 
 
 class _Slots:
-    """The tokens in the memory of pages that a step writes, of each layer and row."""
+    """The tokens in the memory of open pages that a step writes, of each layer and row."""
 
     def __init__(self, layers: Sequence[LayerStep]) -> None:
         found = [slots_of(layer.pages).numpy() for layer in layers if layer.pages is not None]
@@ -176,7 +164,7 @@ class _Slots:
         return int(self._now[layer].ctypes.data) if self._size else 0
 
     def hold(self, length: int) -> bool:
-        """Whether the slots after so many tokens lie in the last pages."""
+        """Whether the slots after so many tokens in open pages lie in the last one."""
         return not self._size or self._begin <= length < self._begin + self._size
 
     def set(self, length: int) -> None:
@@ -189,8 +177,10 @@ def prepare_model(layers: Sequence[LayerStep], last: Norm, most: int) -> ModelSt
     """The step of these layers and the last norm; None if the sizes of layers differ, or the
     kernels do not read a tensor."""
     first, plan = layers[0], layers[0].plan
-    alike = [(_sizes_of(x.before), _sizes_of(x.after), x.plan, len(x.norms)) for x in layers]
+    alike = [_sizes_of(layer) for layer in layers]
     if any(each != alike[0] for each in alike):
+        return None
+    if any(x.stored.code[0].value_width != plan.value_width for x in first.others):
         return None
     heads = plan.heads * plan.width, plan.kv_heads * plan.width, plan.kv_heads * plan.value_width
     before, after, merged = first.before, first.after, plan.heads * plan.value_width
@@ -208,14 +198,17 @@ def prepare_model(layers: Sequence[LayerStep], last: Norm, most: int) -> ModelSt
     return ModelStep(layers, last, most)
 
 
-def _sizes_of(products: PreparedChain) -> PreparedChain:
-    """A chain without the parameters of a layer."""
-    return products._replace(held=NOTHING_HELD, stages=b"")
+def _sizes_of(layer: LayerStep) -> tuple[Any, ...]:
+    """All that must be equal in two layers of a model."""
+    chains = (x._replace(held=NOTHING_HELD, stages=b"") for x in (layer.before, layer.after))
+    others = [(x.sizes, x.half, x.rotated, x.stored.code) for x in layer.others]
+    return *chains, layer.plan, len(layer.norms), others
 
 
 def _held(layer: LayerStep) -> tuple[Held, ...]:
     """The tensors whose addresses a layer's records contain."""
-    buffers = [(x,) if isinstance(x, Tensor) else (x.codes, x.scales) for x in layer.buffers]
+    streams = [*layer.buffers, *(x for each in layer.others for x in each.source[:2])]
+    buffers = [(x,) if isinstance(x, Tensor) else (x.codes, x.scales) for x in streams]
     weights = [norm.weight for norm in layer.norms]
     return layer.before.held, layer.after.held, Held.of((*chain.from_iterable(buffers), *weights))
 
@@ -252,19 +245,24 @@ def _places(start: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _counters(layer: LayerStep, threads: int) -> dict[str, int]:
-    """Bytes of the counters of a layer's kernels, and of those that let threads wait for each."""
+    """Bytes of the counters of a layer's kernels."""
     return {
-        "before": layer.before.counter_bytes(threads),
-        "attend": counters_of(layer.plan.batch * layer.plan.kv_heads),
-        "after": layer.after.counter_bytes(threads),
-        "running": LINE * len(OFFSETS),
-        "taken": LINE * len(OF_ONE),  # threads that come to a kernel that the first one runs
+        "of_before": layer.before.counter_bytes(threads),
+        "of_attend": counters_of(layer.plan.batch * layer.plan.kv_heads),
+        "of_after": layer.after.counter_bytes(threads),
+        **{f"counters {i}": each.bytes(threads)["counters"] for i, each in enumerate(layer.others)},
     }
 
 
 def _shared(layer: LayerStep, threads: int) -> dict[str, int]:
     """Bytes of rows and of scratch, which all layers use one after the other."""
     before, after, plan, *_ = layer
+    elsewhere = {
+        f"{name} {i}": size
+        for i, each in enumerate(layer.others)
+        for name, size in each.bytes(threads).items()
+        if name != "counters"
+    }
     rows, pairs = plan.batch, plan.batch * plan.kv_heads
     of_task, of_thread = bytes_of(plan.tile, plan.heads // plan.kv_heads)
     names, widths = ("x", "q", "k", "v"), (*before.inputs, *before.outputs)
@@ -275,56 +273,47 @@ def _shared(layer: LayerStep, threads: int) -> dict[str, int]:
         "lse": 4 * plan.heads * rows,
         **{name: 4 * rows * width for name, width in wide},
         "parts": pairs * max(1, TASKS_A_THREAD * threads // pairs) * of_task,
-        "of_attention": threads * of_thread,
+        "scratch": threads * of_thread,
+        **elsewhere,
         # each chain has scratch of its own: a thread that comes late to one, and finds no task, may
         # write to it while others run the next one
-        "of_before": threads * before.scratch_bytes(rows),
-        "of_after": threads * after.scratch_bytes(rows),
+        "scratch_before": threads * before.scratch_bytes(rows),
+        "scratch_after": threads * after.scratch_bytes(rows),
     }
 
 
-def _records(
-    layer: LayerStep, threads: int, counters: dict[str, int], at: dict[str, int], slots: int
-) -> dict[str, bytes]:
-    """The records of a layer's kernels, before the first token; `slots` is as in `Append`."""
-    before, after, plan, (keys, _), scale, _, norms, pages = layer
-    rows, (h, g, d, dv) = plan.batch, plan[2:6]
-    of_heads = ((at["q"], rows * h, d), (at["k"], rows * g, d)) if norms else ()
-    buffers = _places_of_buffers(layer, 0)
+def _kernels(layer: LayerStep, threads: int, at: dict[str, int], slots: int) -> dict[str, Kernel]:
+    """The kernels of a layer in order, with records before the first token; `slots` is as in
+    `Append`."""
+    before, after, plan, (keys, _), scale, _, norms, pages, others = layer
+    rows, (h, g, d, dv), half = plan.batch, plan[2:6], plan.dtype is torch.bfloat16
+    buffers, results = _places_of_buffers(layer, 0), (at["merged"], at["lse"])
     assert buffers is not None
-    heads = (at["q"], h * d, d, 0), (at["k"], g * d, d, 0), (at["v"], g * dv, dv, 0)
-    memory = at["merged"], at["lse"], counters["attend"], at["parts"], at["of_attention"]
     into = [at[name] for name in ("x", "q", "k", "v")]
-    back = [at[name] for name in ("x", "x", "merged", "added", "gated")]
-    rotated = at["rotated"]
+    products = before.record(rows, threads, at["of_before"], at["scratch_before"], into)
+    found = {"before": Kernel(before.address, products, False)}
+    if norms:
+        of_heads = zip(((at["q"], rows * h, d), (at["k"], rows * g, d)), norms, strict=True)
+        found["norms"] = Kernel(_norm_address(plan), head_norms.record(of_heads), True)
+    heads = (at["q"], h * d, d, 0), (at["k"], g * d, d, 0), (at["v"], g * dv, dv, 0)
+    record = plan.append_record((*heads, *buffers), 0, UNROTATED, at["rotated"], slots)
+    code = append_address(half, False, plan.keys, plan.values)
+    found["append"] = Kernel(code, record, True)
+    memory = *results, at["of_attend"], at["parts"], at["scratch"]
     table = NOWHERE if pages is None else table_of(pages, rows, keys.shape[2])
-    return {
-        "before": before.record(rows, threads, counters["before"], at["of_before"], into),
-        "norm": head_norms.record(zip(of_heads, norms, strict=True)),
-        "append": plan.append_record((*heads, *buffers), 0, UNROTATED, rotated, slots),
-        "attend": plan.attend_record(buffers, 1, rotated, NOWHERE, memory, (1, 1), scale, table),
-        "mix": MIXED.pack(at["merged"], rows * h, dv, plan.values.rotated),
-        "after": after.record(rows, threads, counters["after"], at["of_after"], back),
-    }
-
-
-def _calls(layer: LayerStep, records: int, counters: dict[str, int]) -> list[KernelCall]:
-    """The kernels of a layer whose records begin there."""
-    before, after, plan, *_ = layer
-    half, running, taken = plan.dtype is torch.bfloat16, counters["running"], counters["taken"]
-    codes = {
-        "before": before.address,
-        "norm": _norm_address(plan) if layer.norms else 0,
-        "append": append_address(half, False, plan.keys, plan.values),
-        "attend": plan.address,
-        "mix": int(mix_kernel().address) if plan.values.rotated else 0,
-        "after": after.address,
-    }
-    return [
-        KernelCall(codes[name], records + offset, running + LINE * i,
-              taken + LINE * OF_ONE.index(name) if name in OF_ONE else 0)
-        for i, (name, offset) in enumerate(OFFSETS.items()) if codes[name]
-    ]  # fmt: skip
+    last = buffers, 1, at["rotated"], NOWHERE, memory, (1, 1), scale, table
+    found["attend"] = Kernel(plan.address, plan.attend_record(*last), False)
+    if plan.values.rotated:
+        mixed = MIXED.pack(at["merged"], rows * h, dv, plan.values.rotated)
+        found["mix"] = Kernel(int(mix_kernel().address), mixed, True)
+    for i, each in enumerate(others):
+        own = {name.removesuffix(f" {i}"): x for name, x in at.items() if name.endswith(f" {i}")}
+        q = at["rotated"], h * d, (h // g) * d, d
+        for name, kernel in each.kernels(q, results, own, threads, scale, adds=True).items():
+            found[f"{name} {i}"] = kernel
+    back = [at[name] for name in ("x", "x", "merged", "added", "gated")]
+    products = after.record(rows, threads, at["of_after"], at["scratch_after"], back)
+    return found | {"after": Kernel(after.address, products, False)}
 
 
 def _norm_address(plan: Plan) -> int:

@@ -1,12 +1,15 @@
-"""Kernels one after the other in one call: a step of a whole model starts its threads once.
+"""Kernels one after the other in one call, which starts its threads once.
 
 The threads of a call go through the same kernels. A thread that finds no task left in one of them
 waits until those that run it have left. It does not wait for a thread that has not begun: a later
-one finds no task. `model_stepping.py` calls this.
+one finds no task. `model_stepping.py` and `merging.py` call this.
 """
 
+import ctypes
 import functools
 import struct
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, no_type_check
 
 import numba
@@ -17,6 +20,8 @@ from numba import carray, types
 from regard.compiling import compiled_from
 from regard.ops.kernels import intrinsics, waiting
 from regard.ops.kernels.intrinsics import emits, next_number, numbers
+from regard.ops.kernels.threads import launch, yield_address
+from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import BYTE, INT64
 from regard.ops.kernels.waiting import wait_for
 
@@ -29,6 +34,14 @@ class KernelCall(NamedTuple):
     running: int  # of an int64 counter: threads that run the kernel now
     taken: int  # of one that counts the threads that came; 0 of a kernel that all threads run, else
     # the first thread alone runs it
+
+
+class Kernel(NamedTuple):
+    """One kernel of a sequence, and its record."""
+
+    code: int  # address of the machine code
+    record: bytes
+    alone: bool  # whether one thread runs it: it takes a microsecond or two
 
 
 class Program(NamedTuple):
@@ -85,3 +98,45 @@ def leave(e, running):
 def address() -> int:
     """The address of the machine code."""
     return int(kernel().address)
+
+
+class KernelSequence:
+    """Kernels that any number of calls run one after the other, one call at a time.
+
+    Examples:
+        >>> KernelSequence([]).run(threads=1)
+    """
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        sizes = (-(-len(each.record) // LINE) * LINE for each in kernels)
+        self._starts = [*accumulate(sizes, initial=0)]
+        self._cleared, self._records = 2 * LINE * len(kernels), lines(self._starts[-1])
+        self._counters = lines(self._cleared)
+        for each, start in zip(kernels, self._starts, strict=False):
+            self._records[start : start + len(each.record)] = np.frombuffer(each.record, np.uint8)
+        self._at, at = self._counters.ctypes.data, self._records.ctypes.data
+        self._calls = np.array([
+            KernelCall(each.code, at + start, running, running + LINE if each.alone else 0)
+            for each, start, running in zip(
+                kernels, self._starts, range(self._at, self._at + self._cleared, 2 * LINE),
+                strict=False)
+        ], np.int64)  # fmt: skip
+        self._program = PACKED.pack(len(kernels), self._calls.ctypes.data, yield_address())
+
+    def records(self, first: int, every: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """The records of the first one and every so many kernels after it; those change with this
+        array. Their number is that of whole groups of so many kernels."""
+        starts = self._starts[first : (len(self._starts) - 1) // every * every : every]
+        apart = starts[1] - starts[0] if len(starts) > 1 else 0
+        return np.ndarray((len(starts),), dtype, self._records, starts[0], (apart,))
+
+    def run(self, threads: int) -> None:
+        """Run all kernels."""
+        ctypes.memset(self._at, 0, self._cleared)
+        launch(address(), self._program, threads)
+
+
+def lines(count: int) -> np.ndarray[Any, Any]:
+    """Memory of so many bytes, zeroed, from the start of a cache line on."""
+    memory = np.zeros(count + LINE, np.uint8)
+    return memory[-memory.ctypes.data % LINE :][:count]

@@ -63,8 +63,8 @@ class _Inlined(JITCodeLibrary):  # type: ignore[misc]
 
 
 # Passes of numba that rewrite arrays, closures and lists: kernels have numbers and addresses
-_SKIPPED = {GenericRewrites, InlineClosureLikes, InlineInlinables, InlineOverloads, LiteralUnroll}
-_SKIPPED |= {NopythonRewrites, WithLifting}
+_SKIPPED = {GenericRewrites, InlineClosureLikes, InlineInlinables, InlineOverloads, LiteralUnroll,
+            NopythonRewrites, WithLifting}  # fmt: skip
 
 
 class _KernelCompiler(Compiler):  # type: ignore[misc]
@@ -85,22 +85,21 @@ class _PartCompiler(_KernelCompiler):
 
 # The decorator of a part of a kernel, which only the kernel calls: LLVM inlines it. (Numba's own
 # inlining copies every variable for each block of the caller.)
-ONLY_INLINED = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-part = numba.njit(error_model="numpy", pipeline_class=_PartCompiler, **ONLY_INLINED)
-# Seconds between two attempts at a lock, and attempts: a process that holds it longer than a kernel
-# takes to compile has been stopped
+PART = {"error_model": "numpy", "pipeline_class": _PartCompiler, "forceinline": True}
+PART |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+part = numba.njit(**PART)
+summing_part = numba.njit(fastmath={"reassoc", "contract"}, **PART)  # of sums in any order
+# Seconds between attempts at a lock, and attempts: a process that holds it longer has been stopped
 _WAIT, _WAITS = 0.02, 1000
 PATIENCE = 0.5  # seconds of compiling after which a user is told what is waited for
 
 
 @no_type_check
 def compiled_from(function: Any, signature: Any, *modules: Any) -> Any:
-    """A C callback from a Python function, stored by numba in a folder of the user.
+    """A C callback from a Python function, stored by numba in a folder of the user. It contains the
+    sources of the `modules`, beside those of its own.
 
     Without such a folder, on a full disk, or with a damaged file, this process compiles it anew.
-
-    Args:
-        modules: those whose sources it contains, beside its own.
     """
     function.__name__ = function.__qualname__ = _name_of(function, *modules)
     types, result = sigutils.normalize_signature(signature)

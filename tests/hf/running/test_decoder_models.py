@@ -318,7 +318,8 @@ def test_a_step_over_codes_is_made_once_a_page(monkeypatch):
     made, prepare = [], model_stepping.prepare_model
 
     def prepared(layers, *given):
-        made.append([weakref.ref(each.source.k.codes) for each in layers[0].others])
+        others = layers[0].attention.others
+        made.append([weakref.ref(each.source.k.codes) for each in others])
         return prepare(layers, *given)
 
     monkeypatch.setattr(model_stepping, "prepare_model", prepared)

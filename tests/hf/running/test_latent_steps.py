@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 import transformers
 
 from regard import Causal, LatentKVAttention, Rotary, SlidingWindow, hf
-from regard.hf.running import latent_steps
+from regard.hf.running import decoder_models, latent_steps
+from regard.ops.kernels.model_stepping import ModelStep
 from regard.rope import NO_ROPE
 
 SIZES = {
@@ -37,17 +38,27 @@ def model_of(model=None, **options):
     return hf.place(model.eval(), layers)
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """Whether each call that might repeat a step did."""
-    found, run = [], latent_steps._run
+@pytest.fixture(params=["layer by layer", "all layers in one call"])
+def taken(request, monkeypatch):
+    """Whether each call of a layer that might repeat a step did."""
+    found, run, run_all = [], latent_steps._run, ModelStep.run
 
     def recorded(*given):
         out = run(*given)
         found.append(out is not None)
         return out
 
+    def recorded_all(self, *given):
+        out = run_all(self, *given)
+        if out is not None:
+            found.extend([True] * SIZES["num_hidden_layers"])
+        return out
+
     monkeypatch.setattr(latent_steps, "_run", recorded)
+    if request.param == "layer by layer":
+        monkeypatch.setattr(decoder_models, "_states", lambda model, given: None)
+    else:
+        monkeypatch.setattr(ModelStep, "run", recorded_all)
     return found
 
 

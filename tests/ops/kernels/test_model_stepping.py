@@ -7,6 +7,7 @@ from torch.nn import functional
 pytest.importorskip("numba")
 
 from regard.ops.kernels.chaining import Gate, Matrix, Norm, Product, prepare
+from regard.ops.kernels.layer_steps import HeadsStep
 from regard.ops.kernels.model_stepping import LayerStep, prepare_model
 from regard.ops.kernels.row_products import SILU
 from regard.ops.kernels.stepping import Plan
@@ -40,7 +41,8 @@ class Layer:
         )  # fmt: skip
         plan = Plan.of(self.keys.dtype, batch, HEADS, KV_HEADS, HEAD, HEAD, biased=masked)
         norms = tuple(Norm(each, EPS) for each in self.norms)
-        return LayerStep(before, after, plan, (self.keys, self.values), SCALE, rotates, norms)
+        heads = HeadsStep(plan, (self.keys, self.values), SCALE, rotates, norms)
+        return LayerStep(before, after, heads)
 
     def plain(self, x, angles, length, bias=None):
         """In the dtype of x: new hidden states `[B, E]`, with the keys and values of the token."""

@@ -23,6 +23,7 @@ from regard.hf.running import decoder_layers
 from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import outputs_collected
 from regard.hf.running.facts import Facts
+from regard.hf.running.latent_steps import LatentStep, attention_of
 from regard.hf.running.products import gains
 from regard.hf.running.steps import (
     BufferStep,
@@ -98,10 +99,8 @@ def _run(
     if step.kernels is None or not all(layer.is_current(length) for layer in step.layers):
         return None
     x = model.embed_tokens(tokens)
-    if positions is None:
-        positions = torch.arange(length, length + 1, device=x.device).unsqueeze(0)
-    angles = tuple(each.float() for each in model.rotary_emb(x, position_ids=positions))
-    if not all(layer.step.fits(layer.held.cache, x) for layer in step.layers):
+    angles = _angles(model, x, positions, length, joint=step.is_joint)
+    if angles is None or not all(layer.step.fits(layer.held.cache, x) for layer in step.layers):
         return None
     out = step.kernels.run(x, angles, length, bias)
     if out is None:
@@ -113,6 +112,19 @@ def _run(
         layer.held.cache.count(1)
         report_backend(BACKENDS["fused"].run)
     return cast(Tensor, out)
+
+
+def _angles(model: Any, x: Tensor, positions: Any, length: int, *, joint: bool) -> Any:
+    """The model's angles, in float32; of joint latents, the position of the token in all rows, and
+    None if there are several."""
+    if joint and positions is not None:
+        first, *others = set(positions.flatten().tolist())
+        return None if others else first
+    if joint:
+        return length
+    if positions is None:
+        positions = torch.arange(length, length + 1, device=x.device).unsqueeze(0)
+    return tuple(each.float() for each in model.rotary_emb(x, position_ids=positions))
 
 
 def _wants_states_alone(model: Any, given: dict[str, Any]) -> bool:
@@ -150,7 +162,7 @@ def _has_steps(cache: Any, *, biased: bool) -> bool:
     if kinds == {PagedStep}:
         pages = [layer.cache.memory for layer in cache.layers]
         return all(each is pages[0] for each in pages) and bool(_pages(cache.layers[0].cache))
-    return kinds == {BufferStep}
+    return kinds in ({BufferStep}, {LatentStep})
 
 
 # ---- the step of a model over a cache ----
@@ -178,6 +190,11 @@ class DecoderStep(NamedTuple):
     facts: Facts
     layers: tuple[StepOfLayer, ...]
     kernels: Any  # a `ModelStep`; None of layers that the kernels do not run together
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is over joint latents."""
+        return type(self.layers[0].step.run_one) is LatentStep
 
     def is_of(self, cache: Any) -> bool:
         """Whether the layers of a cache have the steps and pages that this one was made of."""
@@ -216,13 +233,9 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
     for layer, plan in zip(layers, plans, strict=True):
         family, held = known_family(layer.self_attn), cache.layers[layer.self_attn.layer_idx]
         steps.append(StepOfLayer(family, layer.self_attn, held, held.step, _pages(held.cache)))
-        norms, at = _head_norms(family, layer.self_attn), _attention(held)
-        if norms is None or at is None or plan.after_wide is None or not gains(plan.before.dtype):
-            continue
-        heads, buffers, *where = at
-        rotates, scale = family.rotate is rotating.halves, held.step.scale
-        products = plan.before, plan.after_wide
-        own.append(LayerStep(*products, heads, buffers, scale, rotates, norms, *where))
+        attention = _attention(family, layer.self_attn, held)
+        if attention is not None and plan.after_wide is not None and gains(plan.before.dtype):
+            own.append(LayerStep(plan.before, plan.after_wide, attention))
     last = decoder_layers.norm_of(model.norm)
     whole = len(own) == len(layers) and all(map(decoder_layers.is_plain_layer, layers))
     most = min(each.step.most for each in steps)
@@ -232,7 +245,22 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
     )
 
 
-def _attention(held: Any) -> tuple[Any, ...] | None:
+def _attention(family: Family, attention: Any, held: Any) -> Any:
+    """The attention of a layer over its part of the cache, as the kernels take it; None of one that
+    they do not run between the products."""
+    from regard.ops.kernels.layer_steps import HeadsStep  # imports numba
+
+    step = held.step
+    if type(step.run_one) is LatentStep:
+        return attention_of(attention, step, held.cache.length)
+    norms, at = _head_norms(family, attention), _places(held)
+    if norms is None or at is None:
+        return None
+    plan, buffers, *where = at
+    return HeadsStep(plan, buffers, step.scale, family.rotate is rotating.halves, norms, *where)
+
+
+def _places(held: Any) -> tuple[Any, ...] | None:
     """The plan of the attention of a layer in the cache, the streams in which the new token lies,
     the pages of these, and what else it reads; None of a layer without room in an open page."""
     from regard.ops.kernels.merging import Reading  # imports numba

@@ -2,7 +2,7 @@
 keys and values: rotate and append, then rebuild the keys and attend."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,7 @@ from regard.hf.running.steps import (
 )
 from regard.layers.inputs import check_int32
 from regard.layers.latent_kv import AbsorbedValues, as_stream
+from regard.matrices import matrix_of
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.fused import reads_latents
 from regard.ops.observed import report_backend
@@ -57,8 +58,6 @@ def _run(
     cache: Any,
 ) -> Tensor | None:
     """Run the step for one more token; None if a tensor is not as the step before had it."""
-    from regard.ops.kernels.tiles import Latents  # imports numba
-
     (q, latent), (held, places), length = projected, step.held, cache.length
     positions = given.get("position_ids")
     if positions is None:
@@ -66,18 +65,51 @@ def _run(
     narrow = memoised("_in_int32", module, lambda: _in_int32(positions), positions)
     # in the slot after those held, which does not count before the step is done
     places.narrow(2, length, 1).copy_(as_stream(narrow, x.shape[0]))
-    form = module.choose(1, None)
-    keys, _ = form.rebuild((_part(step.held, length + 1),))[0].stored
-    if not isinstance(keys, RebuiltKeys) or keys.tables is None:
-        return None  # a weight is no plain matrix any more, or a position is beyond the tables
-    new = split_heads(q, module.head_dim), latent.unsqueeze(1)
-    latents = Latents(keys.by_head, keys.positions, *keys.tables)
-    out = step.run_one(*new, held, length, latents, step.scale)
+    if (found := _form_and_keys(module, step.held, length + 1)) is None:
+        return None
+    (form, keys), new = found, (split_heads(q, module.head_dim), latent.unsqueeze(1))
+    out = step.run_one(*new, held, length, keys, step.scale)
     if out is None:
         return None
     cache.count(1)
     report_backend(BACKENDS["fused"].run)
     return merge_heads(form.output(out.to(x.dtype)))
+
+
+def _form_and_keys(module: Any, held: tuple[Tensor, ...], length: int) -> Any:
+    """The form of the values, and the first keys in the buffers of a cache as the kernels read
+    them; None if a weight is no plain matrix, or a position is beyond the tables."""
+    from regard.ops.kernels.tiles import Latents  # imports numba
+
+    form = module.choose(1, None)
+    keys, _ = form.rebuild((_part(held, length),))[0].stored
+    if not isinstance(keys, RebuiltKeys) or keys.tables is None:
+        return None
+    return form, Latents(keys.by_head, keys.positions, *keys.tables)
+
+
+def attention_of(module: Any, step: InstalledStep, length: int) -> Any:
+    """The attention of a step over a joint latent, for a step of all layers; None if a weight is no
+    plain matrix any more."""
+    from regard.ops.kernels.layer_steps import LatentsStep  # imports numba
+
+    if (found := _form_and_keys(module, step.held, length)) is None:
+        return None
+    (form, keys), (latents, positions), run_one = found, step.held, cast(Any, step.run_one)
+    assert isinstance(form, AbsorbedValues)
+    values = matrix_of(module.kv_b_proj).chunk(2)[1].unflatten(0, keys.weights.shape[:2])
+    keys = keys._replace(positions=positions)
+    return LatentsStep(run_one.plan, latents, keys, values, step.scale)
+
+
+class LatentStep(NamedTuple):
+    """The function of a step over a joint latent."""
+
+    plan: Any  # of the kernels
+
+    def __call__(self, *given: Any, **options: Any) -> Tensor | None:
+        out: Tensor | None = self.plan.run(*given, **options)
+        return out
 
 
 def _in_int32(positions: Tensor) -> Tensor:
@@ -112,6 +144,8 @@ def record(
     from regard.ops.kernels.latent_stepping import LatentPlan  # imports numba
 
     call, (cos, _) = here.call, part.stored[0].tables
-    run_one = LatentPlan.of(*sizes_of(call), cos.shape[1]).run
-    same = settings_of(family, module), x.shape, call.dtype, held, most_keys(here, held[0].shape[2])
-    layer.step = InstalledStep(*same, run_one, call.scale, SPEED.version, biased=False)
+    plan = LatentPlan.of(*sizes_of(call), cos.shape[1])
+    # the kernel reads whole vectors of a latent, which may end in the slot after it
+    most = most_keys(here, held[0].shape[2] - (plan.tile.value_width > plan.rank))
+    same, run_one = (settings_of(family, module), x.shape, call.dtype, held, most), LatentStep(plan)
+    layer.step = InstalledStep(*same, cast(Any, run_one), call.scale, SPEED.version, biased=False)

@@ -17,6 +17,8 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     sequencing.py     `KernelSequence.run`: kernels one after the other, in one call
     merging.py        `decode_all`: the kernel on keys in several places, merged that way
     model_stepping.py  a decoding step of all layers of a model that way
+    layer_steps.py    the attention of a layer in a step of a model, and its memory
+    absorbed_values.py  outputs of heads from sums of latents
     paged_stepping.py  a step over pages
     latent_stepping.py  the same over a joint latent, whose keys are rebuilt
     threads.py        the threads that run a kernel

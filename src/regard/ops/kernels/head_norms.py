@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import numba
 import numpy as np
+import torch
 from numba import carray, types
 
 from regard.compiling import compiled_from, part
@@ -60,6 +61,11 @@ def kernel(half: bool) -> Any:
                 norm_row(norm, norm.x + item * row * norm.width, half)
 
     return compiled_from(norm_heads, SIGNATURE, appending, encoding, intrinsics)
+
+
+def address(dtype: torch.dtype) -> int:
+    """The address of the machine code."""
+    return int(kernel(dtype is torch.bfloat16).address)
 
 
 @part

@@ -4,6 +4,7 @@ the latent, then rebuild the keys of each block of tokens and attend.
 Values are the latents themselves, as the weights of the values are absorbed.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -23,7 +24,13 @@ from regard.ops.kernels.launching import (
     memory,
     place_if_readable,
 )
-from regard.ops.kernels.stepping import append_kernel, place_of_buffer, rotation_of, slot
+from regard.ops.kernels.stepping import (
+    Rotation,
+    append_kernel,
+    place_of_buffer,
+    rotation_of,
+    slot,
+)
 from regard.ops.kernels.threads import launch
 from regard.ops.kernels.tiles import PACKED, Latents, Tile
 
@@ -75,7 +82,7 @@ class LatentPlan(NamedTuple):
         at = self._places(q, latent, held, length, keys)
         if at is None:
             return None
-        of_q, of_latent, of_held, of_weights, where = at
+        of_q, of_latent, of_held, *_ = at
         new = keys.positions[:, 0, -1, 0].long()
         # alive until the kernel has read them
         angles = (keys.cos[new], keys.sin[new]) if rotated else None
@@ -84,23 +91,54 @@ class LatentPlan(NamedTuple):
         m, threads = h // g, torch.get_num_threads()
         ranges, range_keys = tile.ranges(length + 1, b * g, threads)
         threads = min(threads, b * g * ranges)
-        queries, spare = dtype.itemsize * h * d * b, 8 * max(d, rank)
+        queries, spare = self.query_bytes, self.spare_bytes
         *places, turned = memory(tile, m, b * g, ranges, threads, 4 * m * g * b + queries + spare)
-        of_slot = slot(of_held, length, dtype.itemsize)
-        record = appending.PACKED.pack(
-            b, h, 1, d, rank, 0, 0, *rotation, *of_q[:3], *of_latent[:3], *_NONE, turned,
-            *of_slot, *_NONE, *_NONE, *_NONE, *_NONE, turned + queries,
-        )  # fmt: skip
-        append_kernel(dtype is torch.bfloat16, False)(record)
+        append_kernel(dtype is torch.bfloat16, False)(
+            self.append_record(of_q, of_latent, of_held, length, rotation, turned)
+        )
         out = torch.empty(b, h, 1, tile.value_width, dtype=torch.float32, device="cpu")
-        of_keys = of_held[0], of_held[1], 0, of_held[3]  # all heads read the same latents
-        launch(address, PACKED.pack(
-            b, g, m, length + 1, turned, h * d, m * d, d, *of_keys, *of_keys, *NOWHERE, *NOWHERE,
-            *NOWHERE, of_weights[0], keys.cos.data_ptr(), keys.sin.data_ptr(), where[0], where[1],
-            where[3], *NOWHERE, out.data_ptr(), turned + queries + spare, *places, ranges,
-            range_keys, scale * LOG2E,
-        ), threads)  # fmt: skip
+        results = out.data_ptr(), turned + queries + spare, *places
+        record = self.attend_record(
+            of_held, length + 1, turned, keys, results, (ranges, range_keys), scale
+        )
+        launch(address, record, threads)
         return out[..., :rank]
+
+    @property
+    def query_bytes(self) -> int:
+        """Of the rotated queries."""
+        return self.dtype.itemsize * self.heads * self.width * self.batch
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of two rows of float32, which appending may use."""
+        return 8 * max(self.width, self.rank)
+
+    def append_record(
+        self, q: Sequence[int], latent: Sequence[int], held: Place, length: int,
+        rotation: Rotation, target: int,
+    ) -> bytes:  # fmt: skip
+        """The call that rotates queries to the address `target` and appends a latent."""
+        return appending.PACKED.pack(
+            self.batch, self.heads, 1, self.width, self.rank, 0, 0, *rotation, *q[:3], *latent[:3],
+            *_NONE, target, *slot(held, length, self.dtype.itemsize), *_NONE, *_NONE, *_NONE,
+            *_NONE, target + self.query_bytes,
+        )  # fmt: skip
+
+    def attend_record(
+        self, held: Place, keys: int, rotated: int, latents: Latents, memory: Sequence[int],
+        ranges: tuple[int, int], scale: float,
+    ) -> bytes:  # fmt: skip
+        """The call that attends to so many `keys`; `memory` is as in `Plan.attend_record`."""
+        b, h, g, d = self[1:5]
+        m, of_keys = h // g, (held[0], held[1], 0, held[3])  # all heads read the same latents
+        weights, positions, cos, sin = latents
+        batch, row = positions.stride(0) if b > 1 else 0, positions.stride(2)
+        where = weights.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), batch, row
+        return PACKED.pack(
+            b, g, m, keys, rotated, h * d, m * d, d, *of_keys, *of_keys, *NOWHERE, *NOWHERE,
+            *NOWHERE, *where, *NOWHERE, *memory, *ranges, scale * LOG2E,
+        )  # fmt: skip
 
     def _places(
         self, q: Tensor, latent: Tensor, held: Tensor, length: int, keys: Latents

@@ -9,8 +9,8 @@ step to the next only the number of tokens and the angles change in them.
 import ctypes
 import threading
 from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import Any, NamedTuple, cast
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,23 +20,13 @@ from torch import Tensor
 from regard.matrices import MOST_ROWS
 from regard.ops.kernels import appending, head_norms, tiles
 from regard.ops.kernels.chaining import Held, Norm, PreparedChain, is_plain
-from regard.ops.kernels.encoding import MIXED, mix_kernel
-from regard.ops.kernels.launching import NOWHERE, Place, bytes_of, counters_of, table_of
-from regard.ops.kernels.merging import Reading
+from regard.ops.kernels.layer_steps import UNROTATED, AttentionStep, LatentsStep
 from regard.ops.kernels.paged_stepping import slots_of
 from regard.ops.kernels.sequencing import Kernel, KernelSequence, lines
-from regard.ops.kernels.stepping import (
-    Angles,
-    Plan,
-    Rotation,
-    append_address,
-    places_of_buffer,
-    rotation_of,
-)
-from regard.ops.kernels.tiles import LINE, TASKS_A_THREAD, KeyPages
+from regard.ops.kernels.stepping import Angles, Rotation, rotation_of
+from regard.ops.kernels.tiles import LINE, KeyPages
 
 SLOTS = ("keys", "values", "k_scales", "v_scales")  # of `Append`: the new token is written there
-UNROTATED: Rotation = (0, 1, 0, 0, 0)
 NOTHING_HELD = Held.of(())
 
 
@@ -45,13 +35,7 @@ class LayerStep(NamedTuple):
 
     before: PreparedChain  # from hidden states to queries, keys and values
     after: PreparedChain  # from hidden states and, in float32, outputs of heads to hidden states
-    plan: Plan  # of rotating, appending and attending
-    buffers: tuple[Any, Any]  # streams of keys and values
-    scale: float  # of the scores
-    rotates: bool  # whether queries and keys are rotated
-    norms: tuple[Norm, ...]  # of the heads of queries and of keys, before rotation; or none
-    pages: KeyPages | None = None  # with room for the new token; None of other buffers
-    others: tuple[Reading, ...] = ()  # keys and values in other pages, before the new token
+    attention: AttentionStep
 
 
 class ModelStep:
@@ -65,17 +49,19 @@ class ModelStep:
 
     def __init__(self, layers: Sequence[LayerStep], last: Norm, most: int) -> None:
         first, self.threads, self.most = layers[0], torch.get_num_threads(), most
-        self.shape = first.plan.batch, 1, *first.before.inputs
+        self.shape = first.attention.plan.batch, 1, *first.before.inputs
         held = (held for layer in layers for held in _held(layer))
         self.held = Held.joined((*held, Held.of([last.weight])))
-        self.plan, self._lock = first.plan, threading.Lock()
+        self._lock = threading.Lock()
+        self._attentions = [layer.attention for layer in layers]  # records point to their tables
+        self.attention, self.plan = first.attention, first.attention.plan
         of_layer, shared = _counters(first, self.threads), _shared(first, self.threads)
         apart = _places(0, of_layer)["end"]
         shared = {"counters": len(layers) * apart, **shared}
         self._memory = lines(_places(0, shared)["end"])
         self._at = _places(self._memory.ctypes.data, shared)
         self._cleared, self._row_bytes = shared["counters"], shared["x"]
-        self._slots, self._elsewhere = _Slots(layers), sum(x.keys for x in first.others)
+        self._slots, self._positions = _Slots(self._attentions), _Positions(self._attentions)
         kernels: list[Kernel] = []
         for i, layer in enumerate(layers):
             at = self._at | _places(self._at["counters"] + i * apart, of_layer)
@@ -83,36 +69,38 @@ class ModelStep:
             kernels += own.values()
         names, (rows, _, width) = [*own], self.shape
         record = head_norms.record([((self._at["x"], rows, width), last)])
-        self._sequence = KernelSequence([*kernels, Kernel(_norm_address(first.plan), record, True)])
+        last_norm = Kernel(head_norms.address(self.plan.dtype), record, True)
+        self._sequence = KernelSequence([*kernels, last_norm])
         self._append, self._attend = (
             self._sequence.records(names.index(name), len(names), dtype)
             for name, dtype in (("append", appending.RECORD), ("attend", tiles.RECORD))
         )
-        # tables are alive while records point to them
-        self._tables = [(layer.pages, *(x.source.pages for x in layer.others)) for layer in layers]
-        self._rotates = np.array([layer.rotates for layer in layers], np.int64)
+        self._rotates = np.array([x.rotations for x in self._attentions], np.int64).T
         # a new token's slots in buffers are some bytes after the first one's
         self._firsts = [(name, self._append[name].copy()) for name in SLOTS]
-        self._apart = np.array([_bytes_of_tokens(layer) for layer in layers], np.int64).T
+        self._apart = np.array([each.slots() for each in self._attentions], np.int64).T
 
     def run(
         self,
         x: Float[Tensor, "B 1 E"],
-        angles: Angles | None,
+        angles: Angles | int | None,
         length: int,
         bias: Float[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B 1 E"] | None:
         """The normed hidden states after all layers, whose caches hold `length` tokens. The new
         ones are written to their buffers, and not counted. `bias` is as in `Plan.run`, of all
-        layers.
+        layers; instead of angles, layers of latents take the position of the token.
 
         None, and nothing is written, if a tensor does not lie where it did, or as the kernels read
         it, or another thread runs the step.
         """
-        rotation = rotation_of(angles, x.shape[0], self.plan.width, signed=False)
+        if isinstance(angles, int):
+            rotation = self._positions.rotation(angles)
+        else:
+            rotation = rotation_of(angles, x.shape[0], self.plan.width, signed=False)
         if rotation is None or length >= self.most or not self.held.is_unchanged():
             return None
-        if not self._slots.hold(length - self._elsewhere) or x.shape != self.shape:
+        if not self._slots.hold(length - self.attention.elsewhere) or x.shape != self.shape:
             return None
         if not is_plain(x, self.plan.dtype):
             return None
@@ -125,6 +113,7 @@ class ModelStep:
             return None
         try:
             self._update(rotation, length, 0 if bias is None else bias.data_ptr())
+            self._positions.set(length, angles)
             ctypes.memset(self._at["counters"], 0, self._cleared)
             ctypes.memmove(self._at["x"], x.data_ptr(), self._row_bytes)
             self._sequence.run(self.threads)
@@ -136,25 +125,27 @@ class ModelStep:
 
     def _update(self, rotation: Rotation, length: int, bias: int) -> None:
         """Let the records be of a step after so many tokens, with the bias at this address."""
-        self._slots.set(length - self._elsewhere)
-        append, attend, keys = self._append, self._attend, length + 1 - self._elsewhere
+        here = length - self.attention.elsewhere
+        self._slots.set(here)
+        append, attend = self._append, self._attend
         rotated, append["sign"], append["cos"], append["sin"], append["angles_batch"] = rotation
-        append["key_rotated"] = append["rotated"] = rotated * self._rotates
+        append["rotated"], append["key_rotated"] = rotated * self._rotates
         for (name, first), apart in zip(self._firsts, self._apart, strict=True):
             append[name] = first + length * apart
         attend["bias"], attend["bias_batch"] = bias, length + 1
         heads = self.plan.batch * self.plan.kv_heads
-        ranges, of_range = self.plan.tile.ranges(keys, heads, self.threads)
-        attend["keys"], attend["ranges"], attend["range_keys"] = keys, ranges, of_range
+        ranges, keys = self.plan.tile.ranges(here + 1, heads, self.threads)
+        attend["keys"], attend["ranges"], attend["range_keys"] = here + 1, ranges, keys
 
 
 class _Slots:
     """The tokens in the memory of open pages that a step writes, of each layer and row."""
 
-    def __init__(self, layers: Sequence[LayerStep]) -> None:
-        found = [slots_of(layer.pages).numpy() for layer in layers if layer.pages is not None]
+    def __init__(self, layers: Sequence[AttentionStep]) -> None:
+        every = [layer.pages for layer in layers]
+        found = [slots_of(pages).numpy() for pages in every if pages is not None]
         self._now = np.array(found, np.int64)  # [layers, B]; empty of buffers
-        pages = layers[0].pages
+        pages: KeyPages | None = every[0]
         last, size = (0, 0) if pages is None else (pages.skipped + pages.keys - 1, pages.size)
         self._begin = last - last % size if size else 0  # the slot with which the last page begins
         self._size, self._at_begin = size, self._now - (last - self._begin)
@@ -173,69 +164,60 @@ class _Slots:
             self._now[:] = self._at_begin + (length - self._begin)
 
 
+class _Positions:
+    """The positions of tokens in the caches of latents, and the angles that belong to them."""
+
+    def __init__(self, layers: Sequence[AttentionStep]) -> None:
+        keys = [layer.keys for layer in layers if isinstance(layer, LatentsStep)]
+        self._slots = [each.positions.numpy()[:, 0, :, 0] for each in keys]
+        tables = [[each.cos.data_ptr(), each.sin.data_ptr()] for each in keys]
+        self._tables: np.ndarray[Any, Any] = np.array(tables, np.int64).T
+        self._sizes = tuple(keys[0].cos.shape) if keys else (0, 0)
+
+    def rotation(self, position: int) -> Rotation | None:
+        """The rotation of a token; None of one beyond the tables."""
+        count, rotated = self._sizes
+        if not rotated:
+            return UNROTATED
+        if not 0 <= position < count:
+            return None
+        cos, sin = self._tables + 4 * rotated * position  # of all layers
+        return rotated, 1, cos, sin, 0
+
+    def set(self, length: int, position: object) -> None:
+        """Write the position of the token after so many."""
+        for slots in self._slots:
+            slots[:, length] = position
+
+
 def prepare_model(layers: Sequence[LayerStep], last: Norm, most: int) -> ModelStep | None:
     """The step of these layers and the last norm; None if the sizes of layers differ, or the
     kernels do not read a tensor."""
-    first, plan = layers[0], layers[0].plan
+    first, plan = layers[0], layers[0].attention.plan
     alike = [_sizes_of(layer) for layer in layers]
     if any(each != alike[0] for each in alike):
         return None
-    if any(x.stored.code[0].value_width != plan.value_width for x in first.others):
-        return None
-    heads = plan.heads * plan.width, plan.kv_heads * plan.width, plan.kv_heads * plan.value_width
-    before, after, merged = first.before, first.after, plan.heads * plan.value_width
+    before, after, (heads, merged) = first.before, first.after, first.attention.widths
     if before.outputs != heads or after.between[0] != merged or before.inputs != after.inputs:
         return None
     if {before.dtype, after.dtype} != {plan.dtype} or plan.batch > MOST_ROWS:
         return None
-    norms = [norm.weight for layer in layers for norm in layer.norms]
-    if not all(is_plain(x, plan.dtype) and x.shape == (plan.width,) for x in norms):
-        return None
     if not is_plain(last.weight, plan.dtype) or last.weight.shape != before.inputs:
         return None
-    if any(_places_of_buffers(layer, most - 1) is None for layer in layers):
+    if not all(layer.attention.is_readable(most) for layer in layers):
         return None
     return ModelStep(layers, last, most)
 
 
-def _sizes_of(layer: LayerStep) -> tuple[Any, ...]:
+def _sizes_of(layer: LayerStep) -> tuple[object, ...]:
     """All that must be equal in two layers of a model."""
     chains = (x._replace(held=NOTHING_HELD, stages=b"") for x in (layer.before, layer.after))
-    others = [(x.sizes, x.half, x.rotated, x.stored.code) for x in layer.others]
-    return *chains, layer.plan, len(layer.norms), others
+    return *chains, *layer.attention.sizes
 
 
 def _held(layer: LayerStep) -> tuple[Held, ...]:
     """The tensors whose addresses a layer's records contain."""
-    streams = [*layer.buffers, *(x for each in layer.others for x in each.source[:2])]
-    buffers = [(x,) if isinstance(x, Tensor) else (x.codes, x.scales) for x in streams]
-    weights = [norm.weight for norm in layer.norms]
-    return layer.before.held, layer.after.held, Held.of((*chain.from_iterable(buffers), *weights))
-
-
-def _places_of_buffers(layer: LayerStep, length: int) -> tuple[Place, ...] | None:
-    """The places of keys, values and the scales of both; None if the kernels do not read them."""
-    plan, sizes = layer.plan, (layer.plan.batch, layer.plan.kv_heads)
-    if layer.pages is not None:
-        length, sizes = 0, (1, plan.kv_heads)  # the memory of all pages
-    keys, keys_scales = places_of_buffer(
-        layer.buffers[0], plan.keys, length, plan.dtype, (*sizes, plan.width)
-    )
-    values, values_scales = places_of_buffer(
-        layer.buffers[1], plan.values, length, plan.dtype, (*sizes, plan.value_width)
-    )
-    found = keys, values, keys_scales, values_scales
-    return None if None in found else cast("tuple[Place, ...]", found)
-
-
-def _bytes_of_tokens(layer: LayerStep) -> list[int]:
-    """Bytes from one token to the next of each of `SLOTS`."""
-    plan, places = layer.plan, _places_of_buffers(layer, 0)
-    assert places is not None
-    if layer.pages is not None:
-        return [0] * len(SLOTS)
-    items = [1 if codes.bits else plan.dtype.itemsize for codes in (plan.keys, plan.values)]
-    return [item * place[3] for item, place in zip((*items, 2, 2), places, strict=True)]
+    return layer.before.held, layer.after.held, layer.attention.held
 
 
 def _places(start: int, sizes: dict[str, int]) -> dict[str, int]:
@@ -248,33 +230,21 @@ def _counters(layer: LayerStep, threads: int) -> dict[str, int]:
     """Bytes of the counters of a layer's kernels."""
     return {
         "of_before": layer.before.counter_bytes(threads),
-        "of_attend": counters_of(layer.plan.batch * layer.plan.kv_heads),
         "of_after": layer.after.counter_bytes(threads),
-        **{f"counters {i}": each.bytes(threads)["counters"] for i, each in enumerate(layer.others)},
+        **layer.attention.counters(threads),
     }
 
 
 def _shared(layer: LayerStep, threads: int) -> dict[str, int]:
     """Bytes of rows and of scratch, which all layers use one after the other."""
-    before, after, plan, *_ = layer
-    elsewhere = {
-        f"{name} {i}": size
-        for i, each in enumerate(layer.others)
-        for name, size in each.bytes(threads).items()
-        if name != "counters"
-    }
-    rows, pairs = plan.batch, plan.batch * plan.kv_heads
-    of_task, of_thread = bytes_of(plan.tile, plan.heads // plan.kv_heads)
-    names, widths = ("x", "q", "k", "v"), (*before.inputs, *before.outputs)
+    before, after, attention = layer
+    rows, item = attention.plan.batch, attention.plan.dtype.itemsize
+    widths = zip(("x", "q", "k", "v"), (*before.inputs, *before.outputs), strict=False)
     wide = zip(("merged", "added", "gated"), after.between, strict=True)
     return {
-        **{name: plan.dtype.itemsize * rows * n for name, n in zip(names, widths, strict=True)},
-        "rotated": plan.query_bytes + plan.spare_bytes,
-        "lse": 4 * plan.heads * rows,
+        **{name: item * rows * width for name, width in widths},
         **{name: 4 * rows * width for name, width in wide},
-        "parts": pairs * max(1, TASKS_A_THREAD * threads // pairs) * of_task,
-        "scratch": threads * of_thread,
-        **elsewhere,
+        **attention.shared(threads),
         # each chain has scratch of its own: a thread that comes late to one, and finds no task, may
         # write to it while others run the next one
         "scratch_before": threads * before.scratch_bytes(rows),
@@ -285,36 +255,14 @@ def _shared(layer: LayerStep, threads: int) -> dict[str, int]:
 def _kernels(layer: LayerStep, threads: int, at: dict[str, int], slots: int) -> dict[str, Kernel]:
     """The kernels of a layer in order, with records before the first token; `slots` is as in
     `Append`."""
-    before, after, plan, (keys, _), scale, _, norms, pages, others = layer
-    rows, (h, g, d, dv), half = plan.batch, plan[2:6], plan.dtype is torch.bfloat16
-    buffers, results = _places_of_buffers(layer, 0), (at["merged"], at["lse"])
-    assert buffers is not None
-    into = [at[name] for name in ("x", "q", "k", "v")]
-    products = before.record(rows, threads, at["of_before"], at["scratch_before"], into)
-    found = {"before": Kernel(before.address, products, False)}
-    if norms:
-        of_heads = zip(((at["q"], rows * h, d), (at["k"], rows * g, d)), norms, strict=True)
-        found["norms"] = Kernel(_norm_address(plan), head_norms.record(of_heads), True)
-    heads = (at["q"], h * d, d, 0), (at["k"], g * d, d, 0), (at["v"], g * dv, dv, 0)
-    record = plan.append_record((*heads, *buffers), 0, UNROTATED, at["rotated"], slots)
-    code = append_address(half, False, plan.keys, plan.values)
-    found["append"] = Kernel(code, record, True)
-    memory = *results, at["of_attend"], at["parts"], at["scratch"]
-    table = NOWHERE if pages is None else table_of(pages, rows, keys.shape[2])
-    last = buffers, 1, at["rotated"], NOWHERE, memory, (1, 1), scale, table
-    found["attend"] = Kernel(plan.address, plan.attend_record(*last), False)
-    if plan.values.rotated:
-        mixed = MIXED.pack(at["merged"], rows * h, dv, plan.values.rotated)
-        found["mix"] = Kernel(int(mix_kernel().address), mixed, True)
-    for i, each in enumerate(others):
-        own = {name.removesuffix(f" {i}"): x for name, x in at.items() if name.endswith(f" {i}")}
-        q = at["rotated"], h * d, (h // g) * d, d
-        for name, kernel in each.kernels(q, results, own, threads, scale, adds=True).items():
-            found[f"{name} {i}"] = kernel
+    before, after, attention = layer
+    rows, outputs = attention.plan.batch, ("q", "k", "v")[: len(before.outputs)]
+    into = [at[name] for name in ("x", *outputs)]
     back = [at[name] for name in ("x", "x", "merged", "added", "gated")]
-    products = after.record(rows, threads, at["of_after"], at["scratch_after"], back)
-    return found | {"after": Kernel(after.address, products, False)}
-
-
-def _norm_address(plan: Plan) -> int:
-    return int(head_norms.kernel(plan.dtype is torch.bfloat16).address)
+    first = before.record(rows, threads, at["of_before"], at["scratch_before"], into)
+    last = after.record(rows, threads, at["of_after"], at["scratch_after"], back)
+    return {
+        "before": Kernel(before.address, first, False),
+        **attention.kernels(at, threads, slots),
+        "after": Kernel(after.address, last, False),
+    }

@@ -259,6 +259,8 @@ def append_kernel(
     return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)
 
 
-def append_address(half: bool, neighbours: bool, keys: Codes, values: Codes) -> int:
+def append_address(
+    half: bool, neighbours: bool, keys: Codes = NUMBERS, values: Codes = NUMBERS
+) -> int:
     """The address of its machine code."""
     return int(appending.kernel(half, neighbours, keys, values).address)

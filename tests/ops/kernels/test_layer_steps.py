@@ -125,5 +125,8 @@ def test_a_position_beyond_the_tables_is_refused():
     assert kernels.run(x, -1, 8) is None
     assert layer.latents.equal(before)
     assert kernels.run(x, 63, 8) is not None
+    unrotated = prepare_model([Layer(torch.float32, 1, 32, 0).step(1)], last, ROOM)
+    assert unrotated.run(x, 1 << 31, 8) is None
+    assert unrotated.run(x, (1 << 31) - 1, 8) is not None
     layer.positions = layer.positions.long()
     assert prepare_model([layer.step(1)], last, ROOM) is None

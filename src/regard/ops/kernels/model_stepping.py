@@ -172,17 +172,17 @@ class _Positions:
         self._slots = [each.positions.numpy()[:, 0, :, 0] for each in keys]
         tables = [[each.cos.data_ptr(), each.sin.data_ptr()] for each in keys]
         self._tables: np.ndarray[Any, Any] = np.array(tables, np.int64).T
-        self._sizes = tuple(keys[0].cos.shape) if keys else (0, 0)
+        count, self._rotated = (int(x) for x in keys[0].cos.shape) if keys else (0, 0)
+        self._most = count if self._rotated else 1 << 31  # positions are int32
 
     def rotation(self, position: int) -> Rotation | None:
         """The rotation of a token; None of one beyond the tables."""
-        count, rotated = self._sizes
-        if not rotated:
-            return UNROTATED
-        if not 0 <= position < count:
+        if not 0 <= position < self._most:
             return None
-        cos, sin = self._tables + 4 * rotated * position  # of all layers
-        return rotated, 1, cos, sin, 0
+        if not self._rotated:
+            return UNROTATED
+        cos, sin = self._tables + 4 * self._rotated * position  # of all layers
+        return self._rotated, 1, cos, sin, 0
 
     def set(self, length: int, position: object) -> None:
         """Write the position of the token after so many."""

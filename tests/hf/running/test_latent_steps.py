@@ -242,6 +242,45 @@ def test_positions_beyond_the_tables_are_no_steps(taken):
     assert cache.get_seq_length() == 8
 
 
+def test_rows_may_have_positions_of_their_own(taken):
+    model, cache = stepping()
+    places = torch.tensor([[6, 7], [9, 10]])
+    with torch.no_grad():
+        whole = copy.deepcopy(cache)
+        wanted = model(TOKENS[:, 6:8], past_key_values=whole, position_ids=places).logits
+        found = [
+            model(TOKENS[:, 6 + i : 7 + i], past_key_values=cache, position_ids=places[:, [i]])
+            for i in range(2)
+        ]
+    found = torch.cat([each.logits for each in found], 1)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+    assert taken == [True] * 4
+    with pytest.raises(TypeError, match="integer"), torch.no_grad():
+        model(TOKENS[:, 8:9], past_key_values=cache, position_ids=torch.tensor([[8.5]]))
+
+
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64], ids=str)
+def test_defaults_change_no_logit_of_the_model(default, taken):
+    model, cache = stepping()
+    twin = copy.deepcopy(cache)
+    before = torch.get_default_dtype()
+    with torch.no_grad():
+        model(TOKENS[:, 6:7], past_key_values=twin)
+        wanted = model(TOKENS[:, 7:8], past_key_values=twin).logits
+        model(TOKENS[:, 6:7], past_key_values=cache)
+        place = torch.arange(7, 8)[None]  # transformers counts on the default device
+        try:
+            if isinstance(default, torch.device):
+                torch.set_default_device(default)
+            else:
+                torch.set_default_dtype(default)
+            found = model(TOKENS[:, 7:8], past_key_values=cache, position_ids=place).logits
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(before)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
 def test_a_cropped_cache_goes_on(taken):
     model, cache = stepping()
     with torch.no_grad():

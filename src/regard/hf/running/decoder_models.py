@@ -116,10 +116,10 @@ def _run(
 
 def _angles(model: Any, x: Tensor, positions: Any, length: int, *, joint: bool) -> Any:
     """The model's angles, in float32; of joint latents, the position of the token in all rows, and
-    None if there are several."""
+    None if there are several, or it is no integer."""
     if joint and positions is not None:
         first, *others = set(positions.flatten().tolist())
-        return None if others else first
+        return first if isinstance(first, int) and not others else None
     if joint:
         return length
     if positions is None:

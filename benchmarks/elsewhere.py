@@ -4,7 +4,7 @@
     python benchmarks/elsewhere.py --corpora texts --published --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --only "latent, 50" --keep docs/elsewhere.json
     python benchmarks/elsewhere.py --corpora texts --many-kinds --only "latent, 25"
-    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --only "latent, 25"
+    python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 4 --only "latent, 25"
     python benchmarks/elsewhere.py --corpora texts --many-kinds --passes 2 --heal 500
     python benchmarks/elsewhere.py --corpora texts --many-kinds --heal 500 --own-text half
     python benchmarks/elsewhere.py --corpora texts --model gemma-3-270m.gguf
@@ -66,7 +66,7 @@ from regard.hf.packages import quiet
 
 LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
-REFINED = ", refined"  # and of rows whose layers are refined
+REFINED = {2: ", refined", 4: ", refined in four passes"}  # and of rows whose layers are refined
 HEALED = ", healed"  # and of rows that are trained afterwards
 # after that, of rows that were trained on text of the model, without the calibration's or with it
 ON = {"none": "", "only": " on its own text", "half": " on both texts"}
@@ -126,7 +126,7 @@ def fitted(row: Row, many: bool, passes: int, healed: str) -> Row:
     """The row with the name and target of this calibration; a cache alone has none."""
     if row.target is None:
         return row
-    name = row.name + MANY * many + REFINED * bool(passes) + healed
+    name = row.name + MANY * many + (REFINED[passes] if passes else "") + healed
     return row._replace(name=name, target=replace(row.target, passes=passes))
 
 
@@ -281,7 +281,7 @@ def keep(path: Path, results: list[dict[str, Any]], model: str, tokens: int) -> 
     rows = {row["method"]: row for row in (*there, *new)}
     for row in rows.values():
         name: str = row["method"]
-        ends = (*(HEALED + each for each in ON.values()), REFINED, MANY)
+        ends = (*(HEALED + each for each in ON.values()), *REFINED.values(), MANY)
         last = next((end for end in ends if name.endswith(end)), "")
         plain = rows.get(name.removesuffix(last), row)
         if plain is not row:
@@ -308,7 +308,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
     parser.add_argument("--calibration", type=int, default=16, help="windows to calibrate on")
     parser.add_argument("--many-kinds", action="store_true", help="calibrate on them, too")
-    parser.add_argument("--passes", type=int, default=0, help="of gradient steps over the text")
+    parser.add_argument(
+        "--passes", type=int, choices=(0, *REFINED), default=0, help="of gradient steps over text"
+    )
     parser.add_argument("--heal", type=int, default=0, metavar="STEPS", help="of training after it")
     parser.add_argument("--lr", type=float, default=Recipe.lr, help="of the training, at most")
     parser.add_argument("--own-text", choices=ON, default="none", help="to train on, of the model")

@@ -23,7 +23,7 @@ from regard.ops.kernels.chaining import Held, Norm, PreparedChain, is_plain
 from regard.ops.kernels.layer_steps import UNROTATED, AttentionStep, LatentsStep
 from regard.ops.kernels.paged_stepping import slots_of
 from regard.ops.kernels.sequencing import Kernel, KernelSequence, lines
-from regard.ops.kernels.stepping import Angles, Rotation, rotation_of
+from regard.ops.kernels.stepping import Angles, rotation_of
 from regard.ops.kernels.tiles import LINE, KeyPages
 
 SLOTS = ("keys", "values", "k_scales", "v_scales")  # of `Append`: the new token is written there
@@ -94,6 +94,7 @@ class ModelStep:
         None, and nothing is written, if a tensor does not lie where it did, or as the kernels read
         it, or another thread runs the step.
         """
+        rotation: tuple[Any, ...] | None
         if isinstance(angles, int):
             rotation = self._positions.rotation(angles)
         else:
@@ -123,7 +124,7 @@ class ModelStep:
         finally:
             self._lock.release()
 
-    def _update(self, rotation: Rotation, length: int, bias: int) -> None:
+    def _update(self, rotation: tuple[Any, ...], length: int, bias: int) -> None:
         """Let the records be of a step after so many tokens, with the bias at this address."""
         here = length - self.attention.elsewhere
         self._slots.set(here)
@@ -171,17 +172,17 @@ class _Positions:
         keys = [layer.keys for layer in layers if isinstance(layer, LatentsStep)]
         self._slots = [each.positions.numpy()[:, 0, :, 0] for each in keys]
         tables = [[each.cos.data_ptr(), each.sin.data_ptr()] for each in keys]
-        self._tables: np.ndarray[Any, Any] = np.array(tables, np.int64).T
+        self._tables: Any = np.array(tables, np.int64).T
         count, self._rotated = (int(x) for x in keys[0].cos.shape) if keys else (0, 0)
         self._most = count if self._rotated else 1 << 31  # positions are int32
 
-    def rotation(self, position: int) -> Rotation | None:
-        """The rotation of a token; None of one beyond the tables."""
+    def rotation(self, position: int) -> tuple[Any, ...] | None:
+        """The rotation of a token, of all layers; None of one beyond the tables."""
         if not 0 <= position < self._most:
             return None
         if not self._rotated:
             return UNROTATED
-        cos, sin = self._tables + 4 * self._rotated * position  # of all layers
+        cos, sin = self._tables + 4 * self._rotated * position
         return self._rotated, 1, cos, sin, 0
 
     def set(self, length: int, position: object) -> None:

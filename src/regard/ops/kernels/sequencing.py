@@ -123,7 +123,7 @@ class KernelSequence:
         ], np.int64)  # fmt: skip
         self._program = PACKED.pack(len(kernels), self._calls.ctypes.data, yield_address())
 
-    def records(self, first: int, every: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def records(self, first: int, every: int, dtype: np.dtype[Any]) -> Any:
         """The records of the first one and every so many kernels after it; those change with this
         array. Their number is that of whole groups of so many kernels."""
         starts = self._starts[first : (len(self._starts) - 1) // every * every : every]
@@ -136,7 +136,7 @@ class KernelSequence:
         launch(address(), self._program, threads)
 
 
-def lines(count: int) -> np.ndarray[Any, Any]:
+def lines(count: int) -> Any:
     """Memory of so many bytes, zeroed, from the start of a cache line on."""
     memory = np.zeros(count + LINE, np.uint8)
     return memory[-memory.ctypes.data % LINE :][:count]

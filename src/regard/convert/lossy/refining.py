@@ -15,6 +15,7 @@ from regard.convert.linear import linear_of, weight_and_bias
 
 PASSES = 4  # over the text: on other texts, DeepSeek's form of half of SmolLM2's cache has 1.154 of
 # the perplexity after two passes, 1.129 after four and 1.122 after eight, which take twice as long
+# (`benchmarks/elsewhere.py --many-kinds --passes 8`)
 RATE = 3e-3  # first size of a step, as a share of a matrix's root mean square
 WARM = 4  # steps in which it grows to that: the first directions of Adam are those of one window
 DECAYS = (0.9, 0.99)  # of Adam's means: a layer takes some dozens of steps in all

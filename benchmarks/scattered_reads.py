@@ -6,8 +6,8 @@
 Each piece is what a page of 64 tokens has of one key head of 128 channels: 8 KiB of codes of 8
 bits, 16 KiB of bfloat16, 32 KiB of float32. A number of each cache line is read, so that nothing
 but memory takes time. Pieces are read in the order of the memory, in a random order, and as those
-of sequences that took turns: all pieces of the first sequence, then of the next one. A step over
-such pages cannot be nearer to one over contiguous keys than these rates are to each other.
+of sequences that took turns: all pieces of the first sequence, then of the next one. A step that
+waits for memory alone is no nearer to one over contiguous keys than these rates are to each other.
 """
 
 import argparse

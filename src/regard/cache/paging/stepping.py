@@ -39,7 +39,7 @@ class Stepping:
     @property
     def segments_of_step(self) -> Sequence[Segment]:
         """The segments, with room for one more token in the last page of each row: the same list
-        until a page is added. None, and an `update` is needed, if the token opens or fills a page,
+        until a page is added. Empty, and an `update` is needed, if the token opens or fills a page,
         rows differ in length, there is a window or offloading, or no page was read before.
         """
         size, place = self.memory.page_size, self._lengths.longest % self.memory.page_size

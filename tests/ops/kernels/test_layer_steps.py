@@ -48,16 +48,14 @@ class Layer:
                     waits=True),
             Product(5, Matrix(self.down), 2, added=4, waits=True),
         )  # fmt: skip
-        plan = LatentPlan.of(
-            self.q.dtype, batch, HEADS, KV_HEADS, HEAD, self.rank, self.rotated
-        )  # fmt: skip
+        sizes = HEADS, KV_HEADS, HEAD, self.rank, self.rotated
+        plan = LatentPlan.of(self.q.dtype, batch, *sizes)
         angles = self.angles(torch.arange(64.0)) if self.rotated else torch.empty(1, 0)
         sine = angles.sin()
         sine[:, : self.rotated // 2] *= -1
         keys = Latents(self.b[0], self.positions, angles.cos(), sine)
-        return LayerStep(
-            before, after, LatentsStep(plan, self.latents, keys, self.b[1], SCALE)
-        )  # fmt: skip
+        attention = LatentsStep(plan, self.latents, keys, self.b[1], SCALE)
+        return LayerStep(before, after, attention)
 
     def plain(self, x, position, length):
         """In the dtype of x: new hidden states `[B, E]` and latents `[B, R]`."""

@@ -136,8 +136,7 @@ class HeadsStep(NamedTuple):
         return found
 
     def _places(self, length: int) -> tuple[Place, ...] | None:
-        """The places of keys, values and the scales of both; None if the kernels do not read
-        them."""
+        """Where keys, values and the scales of both lie; None if the kernels do not read them."""
         plan, sizes = self.plan, (self.plan.batch, self.plan.kv_heads)
         if self.pages is not None:
             length, sizes = 0, (1, plan.kv_heads)  # the memory of all pages
@@ -245,9 +244,7 @@ AttentionStep = HeadsStep | LatentsStep
 
 def memory_of(plan: Plan | LatentPlan, threads: int) -> dict[str, int]:
     """Bytes of the partial results of attention, and of the scratch of its threads."""
-    pairs, (of_task, of_thread) = (
-        plan.batch * plan.kv_heads,
-        bytes_of(plan.tile, plan.heads // plan.kv_heads),
-    )
+    pairs = plan.batch * plan.kv_heads
+    of_task, of_thread = bytes_of(plan.tile, plan.heads // plan.kv_heads)
     ranges = max(1, TASKS_A_THREAD * threads // pairs)
     return {"parts": pairs * ranges * of_task, "scratch": threads * of_thread}

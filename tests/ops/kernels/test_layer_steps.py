@@ -54,7 +54,7 @@ class Layer:
         sine = angles.sin()
         sine[:, : self.rotated // 2] *= -1
         keys = Latents(self.b[0], self.positions, angles.cos(), sine)
-        attention = LatentsStep(plan, self.latents, keys, self.b[1], SCALE)
+        attention = LatentsStep(plan, self.latents, keys, self.b.view(-1, self.rank), SCALE)
         return LayerStep(before, after, attention)
 
     def plain(self, x, position, length):

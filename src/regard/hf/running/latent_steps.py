@@ -97,9 +97,8 @@ def attention_of(module: Any, step: InstalledStep, length: int) -> Any:
         return None
     (form, keys), (latents, positions), run_one = found, step.held, cast(Any, step.run_one)
     assert isinstance(form, AbsorbedValues)
-    values = matrix_of(module.kv_b_proj).chunk(2)[1].unflatten(0, keys.weights.shape[:2])
-    keys = keys._replace(positions=positions)
-    return LatentsStep(run_one.plan, latents, keys, values, step.scale)
+    keys, matrix = keys._replace(positions=positions), matrix_of(module.kv_b_proj)
+    return LatentsStep(run_one.plan, latents, keys, matrix, step.scale)
 
 
 class LatentStep(NamedTuple):

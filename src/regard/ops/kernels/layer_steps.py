@@ -156,7 +156,7 @@ class LatentsStep(NamedTuple):
     plan: LatentPlan
     latents: Tensor  # the buffer [B, 1, room, R]
     keys: Latents  # the positions of all slots of the buffer, too
-    values: Tensor  # the weights [G, D, R]
+    matrix: Tensor  # the parameter [2 G D, R]: the weights of all keys, then those of all values
     scale: float  # of the scores
 
     @property
@@ -187,7 +187,7 @@ class LatentsStep(NamedTuple):
     @property
     def held(self) -> Held:
         """As of `HeadsStep`."""
-        return Held.of((self.latents, *self.keys, self.values))
+        return Held.of((self.latents, *self.keys, self.matrix))
 
     def is_readable(self, most: int) -> bool:
         """As of `HeadsStep`."""
@@ -195,7 +195,7 @@ class LatentsStep(NamedTuple):
         sizes, half = (b, 1, self.latents.shape[2], 1), plan.dtype
         if self.keys.positions.shape != sizes or not is_plain(self.keys.positions, torch.int32):
             return False
-        weights = is_plain(self.values, half) and self.values.shape == (g, d, rank)
+        weights = is_plain(self.matrix, half) and self.matrix.shape == (2 * g * d, rank)
         return weights and place_of_buffer(self.latents, most - 1, half, (b, 1, rank)) is not None
 
     def slots(self) -> list[int]:
@@ -227,7 +227,8 @@ class LatentsStep(NamedTuple):
         append = plan.append_record(*rows, held, 0, UNROTATED, at["rotated"])
         memory = at["sums"], at["lse"], at["of_attend"], at["parts"], at["scratch"]
         attend = plan.attend_record(held, 1, at["rotated"], self.keys, memory, (1, 1), self.scale)
-        apart, values = plan.tile.value_width, self.values.data_ptr()
+        apart = plan.tile.value_width
+        values = self.matrix.data_ptr() + plan.dtype.itemsize * g * d * rank
         products = absorbed_values.PACKED.pack(
             b * h, g, h // g, rank, apart, d, at["sums"], values, at["merged"], at["of_values"]
         )

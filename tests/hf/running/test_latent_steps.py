@@ -171,6 +171,20 @@ def test_weights_that_change_after_a_step_are_read_anew(change, name, taken):
     assert sum(taken) == 8
 
 
+def test_a_rope_that_changes_after_a_step_rotates(taken):
+    model, cache = stepping()
+    with torch.no_grad():
+        model(TOKENS[:, 6:7], past_key_values=cache)
+        model(TOKENS[:, 7:8], past_key_values=cache)
+    for layer in model.model.layers:
+        layer.self_attn.rope = Rotary(32, theta=10.0)
+    wanted = expected_of(model, cache, TOKENS[:, 8:10])
+    with torch.no_grad():
+        found = [model(TOKENS[:, i : i + 1], past_key_values=cache).logits for i in (8, 9)]
+    torch.testing.assert_close(torch.cat(found, 1), wanted, atol=2e-5, rtol=1e-5)
+    assert sum(taken) == 8
+
+
 def adapted(model):
     for layer in model.model.layers:
         plain, added = layer.self_attn.kv_b_proj, nn.Linear(48, 128)

@@ -297,5 +297,6 @@ def _facts(model: Any, layers: Any) -> Facts:
     entries += [(vars(model.norm), name) for name in ("forward", *decoder_layers.EPS)]
     entries += [(model.layers._modules, name) for name in model.layers._modules]
     entries += [(vars(layer), "forward") for layer in layers]
+    entries += [(vars(layer.self_attn), "rope") for layer in layers]  # of placed layers
     hooked = *layers, model.norm
     return Facts.of(entries, [x for y in hooked for x in (y._forward_hooks, y._forward_pre_hooks)])

@@ -73,7 +73,9 @@ HEALED = ", healed"  # and of rows that are trained afterwards
 ON = {"none": "", "only": " on its own text", "half": " on both texts"}
 AUTOCAST = torch.bfloat16  # as `regard convert` where the processor multiplies it
 PASSAGES = 4  # one window in four to heal on is of the passages of many kinds
-WRITTEN_BY = 240  # windows that the model writes: as many as for `regard convert --minutes 30`
+# windows that the model writes for each window of the training: 240 for 500 steps, as many as
+# `regard convert --minutes 30` has
+WRITTEN = 0.24
 GROUPS = {"own": ("manual", *MEASURED), "elsewhere": ELSEWHERE}
 SKIPPED = 0.3  # share of a text before its first window: titles and contents are there
 K8V4, K4V4 = (partial(QuantizedCache, format=name) for name in ("K8V4", "K4V4"))
@@ -171,10 +173,10 @@ def text_to_heal(
     share of the last is a key of `ON`."""
     passages = windows_of(tokenizer, [many_kinds()], length=LENGTH)
     if share == "only":
-        return torch.cat([passages, text_of_its_own(model, tokenizer)])
+        return torch.cat([passages, text_of_its_own(model, tokenizer, windows)])
     own = torch.empty(0, LENGTH, dtype=torch.int64)
     if share == "half":
-        own = text_of_its_own(model, tokenizer)
+        own = text_of_its_own(model, tokenizer, windows)
         own = own[torch.arange(windows // 2) % len(own)]
     count = (windows - len(own)) // PASSAGES
     others = windows - len(own) - count
@@ -182,10 +184,11 @@ def text_to_heal(
     return torch.cat([passages[torch.arange(count) % len(passages)], text, own])
 
 
-def text_of_its_own(model: Any, tokenizer: Any) -> torch.Tensor:
-    """Windows that the model writes."""
+def text_of_its_own(model: Any, tokenizer: Any, windows: int) -> torch.Tensor:
+    """Windows that the model writes to be trained on this number of windows."""
     writer = copy.deepcopy(model).to(AUTOCAST)
-    return own_text(writer, tokenizer, windows=WRITTEN_BY, length=LENGTH, progress=told)
+    count = round(WRITTEN * windows)
+    return own_text(writer, tokenizer, windows=count, length=LENGTH, progress=told)
 
 
 def trained(

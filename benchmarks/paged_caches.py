@@ -64,6 +64,13 @@ CACHES = {
     "K8V4 pages": Stored(6 + CODES, "K8V4", scattered=True),
     "K4V4, contiguous": Stored(4 + CODES, "K4V4", paged=False),
     "K4V4 pages": Stored(4 + CODES, "K4V4", scattered=True),
+    **{
+        f"{format}{where}, bfloat16": Stored(
+            bits + CODES, format, where == " pages", where == " pages", torch.bfloat16
+        )
+        for format, bits in (("K8V8", 8), ("K4V4", 4))
+        for where in (", contiguous", " pages")
+    },
 }
 
 

@@ -3,6 +3,7 @@
     python benchmarks/whole_model.py                       SmolLM2-135M after 128 and 4,096 tokens
     python benchmarks/whole_model.py --contexts 1024 --formats F32 Q8_0
     python benchmarks/whole_model.py --formats F32 --dtypes float32 --caches f16 q8_0 q4_0
+    python benchmarks/whole_model.py --formats F32 --dtypes float32 --flash on off
     python benchmarks/whole_model.py --engines openvino mistralrs --formats F32 --dtypes float32
     python benchmarks/whole_model.py --tiny                a few tokens, to test this
 
@@ -47,6 +48,7 @@ ROOT = Path(__file__).parent.parent
 FORMATS = ("F32", "BF16", "Q8_0")  # of ggml
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CACHES = ("f16", "q8_0", "q4_0")  # keys and values of llama.cpp
+FLASH = {"on": "ENABLED", "off": "DISABLED"}  # FlashAttention of llama.cpp, as it names the two
 OPENVINO_CACHES = ("f32", "u8", "u4")
 ENGINES = ("llama.cpp", "openvino", "mistralrs")
 MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai", "mistralrs": "mistralrs"}
@@ -114,9 +116,10 @@ def _copy_fields(reader: Any, writer: Any) -> None:
         writer.add_key_value(field.name, field.contents(), kind, inner[0] if inner else None)
 
 
-def by_llama(path: Path, cache: str, tokens: list[int], new: int) -> Callable[[], Written]:
-    """llama.cpp, which keeps the text's keys between requests; codes of values need its
-    FlashAttention."""
+def by_llama(
+    path: Path, cache: str, flash: str, tokens: list[int], new: int
+) -> Callable[[], Written]:
+    """llama.cpp, which keeps the text's keys between requests."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -124,7 +127,8 @@ def by_llama(path: Path, cache: str, tokens: list[int], new: int) -> Callable[[]
     params.n_ctx, params.n_parallel, params.verbosity = len(tokens) + new + 16, 1, 0
     kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
     params.cache_type_k = params.cache_type_v = kind
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    kinds = xllamacpp.llama_flash_attn_type
+    params.flash_attn_type = getattr(kinds, f"LLAMA_FLASH_ATTN_TYPE_{FLASH[flash]}")
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
     server = xllamacpp.Server(params)
     request = {"prompt": tokens, "n_predict": new, "temperature": 0.0, "ignore_eos": True}
@@ -221,9 +225,14 @@ def contestants(
     wanted = {each for each in options.engines if installed(MODULES[each])}
     if "llama.cpp" in wanted:
         for name, path in convert(folder, options.formats).items():
-            for cache in options.caches:
+            for cache, flash in itertools.product(options.caches, options.flash):
+                if cache != CACHES[0] and flash == "off":
+                    continue  # llama.cpp reads codes of values with its FlashAttention alone
                 keys = "" if cache == CACHES[0] else f", {cache} keys"
-                made[f"llama.cpp, {name}{keys}"] = by_llama, path, cache, tokens, new
+                without = ", without FlashAttention" if flash == "off" else ""
+                made[f"llama.cpp, {name}{keys}{without}"] = (
+                    by_llama, path, cache, flash, tokens, new
+                )  # fmt: skip
     if "openvino" in wanted:
         path = convert(folder, ["F16"])["F16"]
         for cache in OPENVINO_CACHES:
@@ -254,6 +263,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 4096])
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=["f16"], help="of llama.cpp")
+    parser.add_argument("--flash", nargs="+", choices=FLASH, default=["on"], help="of llama.cpp")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=["llama.cpp"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=16, help="to write in a turn")

@@ -49,12 +49,14 @@ def gathered(x, pages):
 
 
 def check(q, k, v, bias=None, joined=False, lanes=None, pages=None):
-    """Against float64, of the values that codes stand for; joined, v gives the width alone."""
+    """Against float64, of the values that codes stand for, multiplied in float32 (test_integers.py
+    has products of integers); joined, v gives the width alone."""
     scale = q.shape[-1] ** -0.5
     (keys, _), (values, _) = of_stream(k), of_stream(v)
     values = keys[..., : values.shape[-1]] if joined else values
     given = {"width": values.shape[-1]} if joined else {"v": v}
-    out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, pages=pages, **given)
+    given |= {"lanes": lanes, "pages": pages, "integers": False}
+    out, lse = decode(q, k, scale=scale, bias=bias, **given)
     keys, values = gathered(keys, pages), gathered(values, pages)
     wanted, sums, bound = judge(q, keys, values, scale, bias)
     assert (out.double() - wanted).abs().max() <= bound
@@ -70,7 +72,8 @@ def check_specification(q, k, v, bias=None, joined=False, lanes=None, pages=None
     (keys, k_form), (values, v_form) = of_stream(k), of_stream(v)
     dv = values.shape[-1]
     given = {"width": dv} if joined else {"v": v}
-    out, lse = decode(q, k, scale=0.17, bias=bias, lanes=lanes, pages=pages, **given)
+    given |= {"lanes": lanes, "pages": pages, "integers": False}
+    out, lse = decode(q, k, scale=0.17, bias=bias, **given)
     b, g, m, d = q.shape
     size, count = (0, keys.shape[2]) if pages is None else (pages.size, pages.keys)
     tile = tile_for(m, d, dv, half, joined, bias is not None, lanes, k_form, v_form, size)

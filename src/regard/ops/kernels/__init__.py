@@ -9,6 +9,8 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
     intrinsics.py     the loops over vectors that the phases are made of
     gathering.py      those of gather: weighted sums of values, or of their codes
+    integers.py       both products with codes as integers, for queries in bfloat16
+    code_words.py     those integers, by twos
     rebuilding.py     keys of a block from latents: a product, then rotation
     vectors.py        the instructions of LLVM that the intrinsics are made of
     launching.py      `decode`: addresses of tensors, memory to work in
@@ -48,7 +50,8 @@ One key head (there are B x G), the M query rows that share it, and its S keys a
      +-----------+      +----------+    +-------+-------+  )
       padded rows
 
-    (codes)  dequantised to float32 in registers, as they are multiplied, if the rows are one tile;
+    (codes)  of queries in bfloat16, if the rows are one tile: multiplied as integers. Otherwise
+             dequantised to float32: in registers, as they are multiplied, if the rows are one tile;
              else a block of keys, and later of values, in the L1 cache. Either way a code is read
              from memory once and converted once, for all rows
     score    rows x keys dot products at once, each a vector of `lanes` partial sums in a register
@@ -71,7 +74,8 @@ The workspace, one for each calling thread, everything in float32 but the counte
               the last two take `lanes` elements a row, so that each part begins at a whole vector
     scratch   for each thread:
               | queries [padded, D], times scale and log2(e) | scores [padded, block] |
-              | keys or values of a block, dequantised [block, D or Dv] |  where they are codes
+              | keys or values of a block, dequantised [block, D or Dv] |  where they are codes;
+              where codes are multiplied as integers, what `integers.Room` lists lies there
 
 A value is zero + scale * code, with a scale and a zero for each key and group of channels, side by
 side in bfloat16: a scale is the lower half of a word, a zero the upper one. The halves of a byte of
@@ -94,7 +98,8 @@ This code relies on these of their interfaces:
                    waiting.py); the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function; the codegen's
                    `magic_tuple()[2]`, which lists the processor's features; llvmlite.ir.Type,
-                   subclassed for bfloat; llvm.x86.avx512bf16.dpbf16ps.512
+                   subclassed for bfloat; llvm.x86.avx512bf16.dpbf16ps.512, .avx512.pmaddw.d.512
+                   and .avx2.pmadd.wd, of which LLVM makes one instruction with the sum (VNNI)
     decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always");
                    row_products.py: arrays of records within a record
     compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=, pipeline_class=);

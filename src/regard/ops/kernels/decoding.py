@@ -15,11 +15,29 @@ import numpy as np
 from numba import carray, types
 
 from regard.compiling import compiled_from, part
-from regard.ops.kernels import gathering, intrinsics, rebuilding, tiles, vectors
+from regard.ops.kernels import (
+    code_words,
+    gathering,
+    integers,
+    intrinsics,
+    rebuilding,
+    tiles,
+    vectors,
+)
 from regard.ops.kernels.gathering import (
     add_weighted,
     add_weighted_and_prefetch,
     add_weighted_codes,
+)
+from regard.ops.kernels.integers import (
+    add_residuals,
+    add_weighted_integers,
+    integer_scores,
+    loses_much,
+    round_queries,
+    round_weights,
+    spread_key_scales,
+    spread_value_scales,
 )
 from regard.ops.kernels.intrinsics import (
     add_bias,
@@ -47,6 +65,7 @@ from regard.ops.kernels.intrinsics import (
 from regard.ops.kernels.rebuilding import rebuild_keys, turn_weights
 from regard.ops.kernels.tiles import FAR, HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
+SOURCES = code_words, gathering, integers, intrinsics, rebuilding, tiles, vectors
 SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
 
 
@@ -77,7 +96,7 @@ def kernel(tile: Tile) -> Any:
             if finished == ranges - 1:
                 merge(tile, call, padded, pair, part_bytes)
 
-    return compiled_from(decode, SIGNATURE, gathering, intrinsics, rebuilding, tiles, vectors)
+    return compiled_from(decode, SIGNATURE, *SOURCES)
 
 
 @part
@@ -95,6 +114,8 @@ def attend(tile, call, padded, pair, first, queries, part):
     k_stride, v_stride = tile.k.item * call.k_row, tile.v.item * call.v_row
     k_pace, v_pace = 2 * call.k_scales_row, 2 * call.v_scales_row
     begin(tile, call, batch, head, padded, queries, part)
+    if not tile.k.by_page:
+        round_queries(tile, queries, 0, floating)
     j, stop = first, min(call.keys, first + call.range_keys)
     while j < stop:
         at, count = block_at(tile, call, batch, j, stop)
@@ -119,11 +140,14 @@ def attend(tile, call, padded, pair, first, queries, part):
             rebuild_keys(tile, count, k, k_read, weights, call.cos, call.sin, place,
                          4 * call.positions_row, floating)  # fmt: skip
             k, k_read = floating, 4 * tile.width
-        score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, scores)
+        if tile.k.by_page:
+            round_queries(tile, queries, of_k, floating)
+        spread_key_scales(tile, count, of_k, apart, floating)
+        score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, floating, scores)
         softmax(tile, call, padded, count, bias, scores, part)
         v, v_read = floating_values(tile, count, v, v_stride, of_v, v_pace, floating)
-        gather(tile, padded, count, scores, v, v_read, of_v, v_pace, part, keys + ahead * k_stride,
-               k_stride)  # fmt: skip
+        gather(tile, padded, count, scores, v, v_read, of_v, v_pace, floating, part,
+               keys + ahead * k_stride, k_stride)  # fmt: skip
 
 
 @part
@@ -246,8 +270,9 @@ def floating_values(tile, count, v, stride, scales, pace, floating):
 
 @part
 @no_type_check
-def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, scores):
-    """Scores of all rows and the block's keys; meanwhile the block's values are prefetched."""
+def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, floating, scores):
+    """Scores of all rows and the block's keys; meanwhile the block's values are prefetched, all of
+    them before products of integers, which wait for less."""
     for r in range(0, padded, tile.rows):
         for i in range(0, count, tile.keys):
             if r == 0 and not tile.joined:
@@ -255,6 +280,11 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
                     prefetch_value(tile, v + u * v_stride)
             dot_products(tile, queries + r * tile.query_bytes, k, k_stride, of_k, k_pace, i,
                          count - 1, scores + 4 * r * tile.block)  # fmt: skip
+    loses = loses_much(tile, floating)
+    for i in range(0, count if tile.k_integers else 0, tile.lanes):
+        integer_scores(tile, floating, k, k_stride, i, count - 1, scores)
+        if loses:
+            add_residuals(tile, floating, k, k_stride, i, count - 1, scores)
 
 
 @part
@@ -277,10 +307,15 @@ def softmax(tile, call, padded, count, bias, scores, part):
 
 @part
 @no_type_check
-def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride):
+def gather(
+    tile, padded, count, scores, v, v_stride, of_v, v_pace, floating, part, k_next, k_stride
+):
     """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched."""
     done = 0
     if tile.v_direct:
+        spread_value_scales(tile, count, of_v, v_pace, floating)
+        round_weights(tile, scores, floating)
+        add_weighted_integers(tile, count, v, v_stride, floating, part, k_next, k_stride)
         add_weighted_codes(tile, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride)
         padded = 0
     for r in range(0, padded, tile.rows):

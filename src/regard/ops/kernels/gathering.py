@@ -33,7 +33,8 @@ def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahe
 def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sums, ahead, apart):
     """`add_weighted_and_prefetch` of all columns, of codes that are dequantised in registers."""
     b = e.builder
-    for first in range(0, tile.value_width, tile.strip) if tile.v_direct else ():
+    dequantises = tile.v_direct and not tile.v_integers
+    for first in range(0, tile.value_width, tile.strip) if dequantises else ():
         columns = range(first, first + tile.strip, e.lanes)
 
         def values(j, columns=columns):

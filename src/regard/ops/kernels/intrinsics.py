@@ -119,6 +119,8 @@ def dot_products(e, tile, queries, keys, stride, scales, pace, first, last, scor
     Keys after `last` are read as `last`, and their scores are overwritten later. The scales, `pace`
     bytes apart, are those of keys that are dequantised here.
     """
+    if tile.k_integers:
+        return
     b = e.builder
     cells = [[e.variable(e.constant(0.0)) for _ in range(tile.keys)] for _ in range(tile.rows)]
     wanted = [b.add(first, INT64(i)) for i in range(tile.keys)]
@@ -156,7 +158,7 @@ def dot_products(e, tile, queries, keys, stride, scales, pace, first, last, scor
 @no_type_check
 def prefetch_value(e, tile, address):
     """Request a row of values from memory before it is needed."""
-    e.prefetch(tile.v.bytes(tile.value_width), address)
+    e.prefetch(tile.v.bytes(tile.value_width), address, 2 if tile.v_integers else 1)
 
 
 @emits(types.void)

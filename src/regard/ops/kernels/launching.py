@@ -26,7 +26,7 @@ from regard.ops.kernels.tiles import (
     Tile,
     tile_for,
 )
-from regard.ops.kernels.vectors import machine_lanes, multiplies_pairs
+from regard.ops.kernels.vectors import machine_lanes, multiplies_pairs, multiplies_words
 
 NARROWEST = 4  # lanes of a vector, NEON's
 LOG2E = math.log2(math.e)  # the kernel computes powers of 2; in float64, rounded with the scale
@@ -45,6 +45,7 @@ def decode(
     pages: KeyPages | None = None,
     latents: Latents | None = None,
     results: Sequence[Tensor] | None = None,
+    integers: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -57,12 +58,14 @@ def decode(
     (`readable_beyond`); last dimensions are contiguous; S > 0. With `pages`, keys and values are
     `[1, G, tokens, W]`, and those of a sequence are found through its row of the table. With
     `latents`, keys are latents `[B, G, S, R]`, and they are computed from these and rotated.
-    `results` is memory for the output and the log-sum-exps.
+    `results` is memory for the output and the log-sum-exps. `integers` says whether queries may be
+    rounded to 16 bits where keys or values are codes: those of bfloat16 by default.
     """
     (b, g, m, d), s = q.shape, _tensor(k).shape[2] if pages is None else pages.keys
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
     dv, biased = (width or d) if v is None else _width(v), bias is not None
-    at = stored(k, v, (b, g, m, s), dtype, d, dv, biased, lanes, pages, latents)
+    integers = dtype is torch.bfloat16 if integers is None else integers
+    at = stored(k, v, (b, g, m, s), dtype, d, dv, biased, lanes, pages, latents, integers)
     q_at, bias_at = place_of("q", q, dtype, (b, g, m, d)), NOWHERE
     if bias is not None:
         bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
@@ -92,6 +95,7 @@ def stored(
     lanes: int | None = None,
     pages: KeyPages | None = None,
     latents: Latents | None = None,
+    integers: bool = False,
 ) -> Stored:
     """Keys and values for queries of these sizes (B, G, M, S), of a dtype and a width; the other
     arguments are those of `decode`."""
@@ -118,7 +122,8 @@ def stored(
         k_form = latent_format(dtype, rank, turned, lanes)
     table = NOWHERE if pages is None else table_of(pages, b, held[2])
     half, joined = dtype is torch.bfloat16, v is None
-    code = compiled(m, d, whole, half, joined, biased, lanes, k_form, v_form, size)
+    integers = integers and multiplies_words(lanes)
+    code = compiled(m, d, whole, half, joined, biased, lanes, k_form, v_form, size, integers)
     return Stored(code, (*k_at, *v_at, *k_scales, *v_scales, *table, *latents_at), v)
 
 

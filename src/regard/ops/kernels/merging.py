@@ -19,7 +19,6 @@ from numba import carray, types
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
-from regard.cache.rotation import hadamard
 from regard.compiling import compiled_from
 from regard.ops.kernels import encoding, intrinsics
 from regard.ops.kernels.encoding import MIXED, TURNED, mix_kernel, turn_kernel
@@ -62,8 +61,9 @@ def decode_all(
     q: Float[Tensor, "B G M D"], sources: Sequence[Source], *, scale: float, width: int
 ) -> Float[Tensor, "B G M Dv"]:
     """Attention over the keys of all sources, in float32; `width` is that of a value."""
-    if len(sources) == 1:
-        return _decode(q, sources[0], scale, width)
+    first, *others = sources
+    if not others and first.rotations == ((), ()):
+        return decode(q, first.k, first.v, scale=scale, width=width, pages=first.pages)[0]
     q = q if all(not source.rotations[0] for source in sources) else q.contiguous()
     threads, (b, g, m, d) = torch.get_num_threads(), q.shape
     readings = [Reading.of(source, (b, g, m, d), q.dtype, width) for source in sources]
@@ -86,14 +86,6 @@ def decode_all(
     return results[0][..., :width]
 
 
-def _decode(q: Tensor, source: Source, scale: float, width: int) -> Tensor:
-    """The output over one source."""
-    of_keys, of_values = source.rotations
-    rows = hadamard(q.float(), of_keys) if of_keys else q
-    out, _ = decode(rows, *source[:2], scale=scale, width=width, pages=source.pages)
-    return hadamard(out, of_values)
-
-
 class Reading(NamedTuple):
     """A source, for queries of given sizes and a dtype."""
 
@@ -111,9 +103,9 @@ class Reading(NamedTuple):
         (k, v, pages), (b, g, m, d) = source, sizes
         keys = (k if isinstance(k, Tensor) else k.codes).shape[2] if pages is None else pages.keys
         rotated = sum(source.rotations[0]), sum(source.rotations[1])
-        kind = torch.float32 if rotated[0] else dtype
-        at = stored(k, v, (b, g, m, keys), kind, d, width, pages=pages)
-        return cls(source, (b, g, m, keys, d), dtype is torch.bfloat16, rotated, at)
+        kind, half = torch.float32 if rotated[0] else dtype, dtype is torch.bfloat16
+        at = stored(k, v, (b, g, m, keys), kind, d, width, pages=pages, integers=half)
+        return cls(source, (b, g, m, keys, d), half, rotated, at)
 
     @property
     def keys(self) -> int:

@@ -1,7 +1,8 @@
 """The decoding kernel in NumPy: the same tiles, phases and order of sums, to read and to test with.
 
 Only tests run it. Its inputs are float32; those of bfloat16 are widened first, which is exact, and
-codes are given to `dequantized` first, which is what the kernel does with each block of them.
+codes are given to `dequantized` first, which is what the kernel does with each block of them
+where the queries are float32.
 
 How much the two may differ: every float32 operation here is one of the kernel's, in its order. A
 product that the kernel adds with one rounding (`fma`) is exact here in float64; the sum is rounded

@@ -30,6 +30,7 @@ from regard.ops.kernels.launching import (
 )
 from regard.ops.kernels.threads import launch
 from regard.ops.kernels.tiles import PACKED, Format, Tile
+from regard.ops.kernels.vectors import multiplies_words
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [rotated] or [1 or B, 1, rotated], float32
 Rotation = tuple[int, int, int, int, int]  # as `Append` has it
@@ -69,7 +70,10 @@ class Plan(NamedTuple):
         lanes, group = lanes_for(width, value_width, dtype, joined=False), heads // kv_heads
         half = dtype is torch.bfloat16 and not widens(keys, values)
         forms = [Format(each.bits, each.group) if each.bits else None for each in (keys, values)]
-        machine_code = compiled(group, width, value_width, half, False, biased, lanes, *forms)
+        keys_and_values = *forms, 0, dtype is torch.bfloat16 and multiplies_words(lanes)
+        machine_code = compiled(
+            group, width, value_width, half, False, biased, lanes, *keys_and_values
+        )
         return cls(dtype, batch, heads, kv_heads, width, value_width, keys, values, *machine_code)
 
     @property

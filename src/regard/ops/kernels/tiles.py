@@ -72,6 +72,7 @@ class Tile(NamedTuple):
     v: Format  # of the values: that of q, or codes; where the tile is joined, that of the keys
     paged: bool = False  # keys and values lie in pages, which are found through a table
     direct: bool = False  # codes are dequantised in registers, as they are multiplied
+    integers: bool = False  # codes may be multiplied as integers: `k_integers`, `v_integers`
 
     @property
     def item(self) -> int:
@@ -92,6 +93,21 @@ class Tile(NamedTuple):
     def v_direct(self) -> bool:
         """Whether values are codes that are dequantised as they are multiplied."""
         return self.direct and self.v_quantized
+
+    @property
+    def k_integers(self) -> bool:
+        """Whether queries are rounded to 16 bits, and keys are codes that are multiplied as they
+        are: scales belong to a page, or to whole vectors of pairs of channels."""
+        by_pairs = self.k.by_page or self.k.group % STEP == 0
+        return self.integers and self.k_direct and _fills(self.k, self.width) and by_pairs
+
+    @property
+    def v_integers(self) -> bool:
+        """Whether weights are rounded to 16 bits, and values are codes multiplied as they are."""
+        together = 2 * self.lanes * 8 // self.v.bits  # channels whose sums are mixed
+        whole = self.strip % together == 0 and self.v.group % together == 0
+        fills = _fills(self.v, self.value_width) and not self.v.by_page
+        return self.integers and self.v_direct and fills and whole
 
     @property
     def k_read(self) -> int:
@@ -212,6 +228,11 @@ class Tile(NamedTuple):
         return -(-keys // length), length
 
 
+def _fills(form: Format, width: int) -> bool:
+    """Whether codes fill whole steps of channels, and a byte holds codes of whole bits."""
+    return form.bits in (4, 8) and width % STEP == 0
+
+
 def tile_for(
     rows: int,
     width: int,
@@ -223,12 +244,14 @@ def tile_for(
     k: Format | None = None,
     v: Format | None = None,
     page: int = 0,
+    integers: bool = False,
 ) -> Tile:
     """The tile for so many rows: of those that pad least, the one with most rows.
 
     `k` and `v` are the formats of keys and values, those of the queries by default; `page` is the
     size of the pages that they lie in, 0 without pages: a whole number of blocks, if it can be.
-    Codes are dequantised into registers where one tile multiplies them, else into the cache.
+    Codes are dequantised into registers where one tile multiplies them, else into the cache; with
+    `integers` they are not, where the processor multiplies pairs of integers.
     """
     plain = BFLOAT16 if half else FLOAT32
     k = k or plain
@@ -242,9 +265,8 @@ def tile_for(
     block = 64 if k.rebuilt else block
     if page:
         block = next((x for x in (64, 32) if x <= block and page % x == 0), 16)
-    return Tile(
-        lanes, in_tile, width, value_width, block, half, joined, biased, k, v, page > 0, direct
-    )
+    of_rows = lanes, in_tile, width, value_width, block, half, joined, biased
+    return Tile(*of_rows, k, v, page > 0, direct, integers and direct)
 
 
 class KeyPages(NamedTuple):

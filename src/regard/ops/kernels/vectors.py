@@ -44,6 +44,14 @@ def multiplies_pairs() -> bool:
     return wanted <= machine_features()
 
 
+@functools.cache
+def multiplies_words(lanes: int) -> bool:
+    """Whether the processor multiplies pairs of 16-bit integers in vectors of so many lanes, and,
+    where it has AVX-512, adds their sum by the same instruction."""
+    wanted = {16: {"+avx512bw", "+avx512vnni"}, 8: {"+avx2"}}.get(lanes)
+    return wanted is not None and wanted <= machine_features()
+
+
 def machine_features() -> set[str]:
     """The features of the processor, by LLVM's names."""
     return {*cpu_target.target_context.codegen().magic_tuple()[2].split(",")}
@@ -99,8 +107,8 @@ class Vectors:
         return ir.Constant(self.words, [x] * self.lanes)
 
     def broadcast(self, scalar: Value) -> Value:
-        """A vector with a computed float32 in every lane."""
-        undefined = ir.Constant(self.floats, ir.Undefined)
+        """A vector with a computed float32 or int32 in every lane."""
+        undefined = ir.Constant(ir.VectorType(scalar.type, self.lanes), ir.Undefined)
         first = self.builder.insert_element(undefined, scalar, INT32(0))
         return self.shuffle(first, undefined, [0] * self.lanes)
 
@@ -114,6 +122,10 @@ class Vectors:
 
     def read(self, address: Value, offset: Value | int = 0) -> Value:
         return self.builder.load(self.pointer(self.floats, address, offset), align=4)
+
+    def read_words(self, address: Value, offset: Value | int = 0) -> Value:
+        """A vector of int32, which may begin at any second byte."""
+        return self.builder.load(self.pointer(self.words, address, offset), align=2)
 
     def write(self, x: Value, address: Value, offset: Value | int = 0) -> None:
         self.builder.store(x, self.pointer(x.type, address, offset), align=4)
@@ -130,7 +142,7 @@ class Vectors:
 
     def variable(self, start: Value) -> Value:
         """A vector that changes in a loop; LLVM keeps it in a register."""
-        cell = cgutils.alloca_once(self.builder, self.floats)
+        cell = cgutils.alloca_once(self.builder, start.type)
         self.builder.store(start, cell)
         return cell
 
@@ -272,6 +284,20 @@ class Vectors:
         x, y = (self.builder.bitcast(each, PAIRS) for each in (x, y))
         return call(self, "avx512bf16.dpbf16ps.512", self.floats, z, x, y)
 
+    def dot_words(self, x: Value, y: Value, z: Value) -> Value:
+        """z plus the products of the two int16 halves of each lane of x and y, in int32."""
+        name = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd"}[self.lanes]
+        halves = ir.VectorType(INT16, 2 * self.lanes)
+        x, y = (self.builder.bitcast(each, halves) for each in (x, y))
+        return self.builder.add(z, call(self, name, self.words, x, y))
+
+    def rounded(self, x: Value) -> Value:
+        """The nearest int32 of numbers of less than 2**22 in size."""
+        b = self.builder
+        return b.sub(
+            b.bitcast(b.fadd(x, self.constant(ROUNDS)), self.words), self.word(ROUNDS_BITS)
+        )
+
     def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
         """The vector of these lanes; those of `y` are counted from the number of lanes of `x`."""
         chosen = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
@@ -287,8 +313,10 @@ class Vectors:
             x = join(x, self.shuffle(x, x, [i ^ part for i in range(self.lanes)]))
         return x
 
-    def sums(self, xs: list[Value]) -> Value:
-        """The lane sums of 2**i vectors as one vector of so many lanes, by a tree of shuffles."""
+    def sums(self, xs: list[Value], add: Callable[[Value, Value], Value] | None = None) -> Value:
+        """The lane sums of 2**i vectors as one vector of so many lanes, by a tree of shuffles; of
+        floats by default."""
+        add = add or self.builder.fadd
         count, part = len(xs), self.lanes
         while len(xs) > 1:
             part //= 2
@@ -296,19 +324,20 @@ class Vectors:
             low += [self.lanes + i for i in low]
             high = [i + part for i in low]
             xs = [
-                self.builder.fadd(self.shuffle(x, y, low), self.shuffle(x, y, high))
+                add(self.shuffle(x, y, low), self.shuffle(x, y, high))
                 for x, y in zip(xs[::2], xs[1::2], strict=True)
             ]
-        x = self.fold(xs[0], self.builder.fadd, part)
+        x = self.fold(xs[0], add, part)
         return self.shuffle(x, x, range(0, self.lanes, self.lanes // count))
 
     def transposed(self, rows: Sequence[Value]) -> list[Value]:
-        """As many vectors as lanes, rows and columns exchanged."""
-        count, far, rows = self.lanes, self.lanes // 2, list(rows)
+        """As many vectors as lanes, rows and columns exchanged; of fewer, each block of as many
+        lanes as there are vectors."""
+        count, far, rows = self.lanes, len(rows) // 2, list(rows)
         while far:
             low = [i if not i & far else count + i - far for i in range(count)]
             high = [i + far if not i & far else count + i for i in range(count)]
-            for i in (i for i in range(count) if not i & far):
+            for i in (i for i in range(len(rows)) if not i & far):
                 x, y = rows[i], rows[i + far]
                 rows[i], rows[i + far] = self.shuffle(x, y, low), self.shuffle(x, y, high)
             far //= 2

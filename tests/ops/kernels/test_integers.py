@@ -35,6 +35,9 @@ KINDS = [
     Kind((4, 8), 6, (128, 64)),
     Kind((8, 8), 2, (96, 32), 32),
     Kind((4, 4), 4, (32, 64), 128),
+    Kind((8, 8), 9, (64, 64)),  # three tiles
+    Kind((4, 8), 16, (128, 128)),
+    Kind((8, 4), 7, (64, 64)),  # rows of a tile each: dequantised
     Kind((6, 4), 2, (64, 64)),  # keys of 6 bits are dequantised
     Kind((4, 6), 2, (64, 64)),
 ]
@@ -110,10 +113,27 @@ def test_keys_that_are_hidden_and_pages(kind, page):
     check(q, k, v, bias, pages=pages)
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_scales_of_the_channels_of_a_page(width):
+@pytest.mark.parametrize(("bits", "width", "values"), [(8, 576, 512), (4, 192, 128), (8, 96, 32)])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_values_that_are_the_first_columns_of_the_keys(bits, width, values, rows):
     torch.manual_seed(0)
-    q = torch.randn(1, 2, 4, width).bfloat16()
+    q, group = torch.randn(1, 1, rows, width).bfloat16(), 32 if width == 96 else 64
+    k = quantized(torch.randn(1, 1, KEYS, width) + 0.5, bits, group)
+    form = Format(bits, group)
+    tile = tile_for(rows, width, values, True, True, False, machine_lanes(), form, integers=True)
+    assert tile.k_integers
+    assert tile.v_integers
+    keys, _ = of_stream(k)
+    wanted, sums, bound, of_lse = judge(q, keys, keys[..., :values], 0.05)
+    out, lse = decode(q, k, scale=0.05, width=values)
+    assert (out - wanted).abs().max() <= bound
+    assert (lse - sums).abs().max() <= of_lse
+
+
+@pytest.mark.parametrize(("rows", "width"), [(4, 64), (8, 128)])
+def test_scales_of_the_channels_of_a_page(rows, width):
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, rows, width).bfloat16()
     k, v = torch.randn(1, 2, 192, width) + torch.randn(width), torch.randn(1, 2, 192, width)
     k = QuantizedStream(*quantize_channels(k, 4, 64), 4, 1, width, k.dtype, run=64)
     pages = KeyPages(torch.tensor([[2, 0, 1]]), 64, 0, 170)
@@ -195,4 +215,6 @@ def test_the_memory_is_that_of_a_dequantised_block(width, page):
         for rows in range(1, 7):
             form = Format(8, group)
             tile = tile_for(rows, width, width, True, False, False, 16, form, form, page, True)
-            assert integers.room(tile).size <= tile.block_bytes
+            if tile.k_integers or tile.v_integers:
+                assert integers.of_rows(tile).size <= tile.integer_bytes
+                assert integers.of_block(tile).size <= tile.block_bytes

@@ -21,14 +21,13 @@ UPPER = -65536  # the upper half of a word
 
 
 @no_type_check
-def key_words(e, tile, places, group, groups):
-    """For each pair of a group's channels, its place in the queries, and the codes of as many keys
-    as lanes. Words of 4 bytes of the keys are transposed: as many vectors at once as a key has."""
+def key_words(e, tile, places, channels, most):
+    """For each pair of so many channels, its place in the queries, and the codes of as many keys as
+    lanes. Words of 4 bytes of the keys are transposed, up to `most` at once."""
     b, bits = e.builder, tile.k.bits
-    of_key = tile.width * bits // 32
-    pace = of_key if groups == 1 else tile.k.group * bits // 32
-    at_once = math.gcd(of_key, pace, e.lanes)
-    for start in range(group * pace, min((group + 1) * pace, of_key), at_once):
+    of_key = channels * bits // 32
+    at_once = math.gcd(of_key, most)
+    for start in range(0, of_key, at_once):
         kind = ir.VectorType(INT32, at_once)
         rows = [b.load(e.pointer(kind, place, 4 * start), align=1) for place in places]
         rows = [side_by_side(e, rows[i::at_once]) for i in range(at_once)]

@@ -105,7 +105,8 @@ def attend(tile, call, padded, pair, first, queries, part):
     """A range of keys, from `first` on: a block at a time."""
     batch, head = pair // call.kv_heads, pair % call.kv_heads
     scores = queries + padded * tile.query_bytes
-    floating = scores + 4 * padded * tile.block
+    integers = scores + 4 * padded * tile.block  # those of the rows
+    floating = integers + padded // tile.rows * tile.integer_bytes
     keys = call.k + tile.k.item * (batch * call.k_batch + head * call.k_head)
     values = call.v + tile.v.item * (batch * call.v_batch + head * call.v_head)
     k_scales = call.k_scales + 2 * (batch * call.k_scales_batch + head * call.k_scales_head)
@@ -115,7 +116,7 @@ def attend(tile, call, padded, pair, first, queries, part):
     k_pace, v_pace = 2 * call.k_scales_row, 2 * call.v_scales_row
     begin(tile, call, batch, head, padded, queries, part)
     if not tile.k.by_page:
-        round_queries(tile, queries, 0, floating)
+        round_all(tile, padded, queries, 0, integers)
     j, stop = first, min(call.keys, first + call.range_keys)
     while j < stop:
         at, count = block_at(tile, call, batch, j, stop)
@@ -140,13 +141,11 @@ def attend(tile, call, padded, pair, first, queries, part):
             rebuild_keys(tile, count, k, k_read, weights, call.cos, call.sin, place,
                          4 * call.positions_row, floating)  # fmt: skip
             k, k_read = floating, 4 * tile.width
-        if tile.k.by_page:
-            round_queries(tile, queries, of_k, floating)
-        spread_key_scales(tile, count, of_k, apart, floating)
-        score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, floating, scores)
+        score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, integers, floating,
+              scores)  # fmt: skip
         softmax(tile, call, padded, count, bias, scores, part)
         v, v_read = floating_values(tile, count, v, v_stride, of_v, v_pace, floating)
-        gather(tile, padded, count, scores, v, v_read, of_v, v_pace, floating, part,
+        gather(tile, padded, count, scores, v, v_read, of_v, v_pace, integers, floating, part,
                keys + ahead * k_stride, k_stride)  # fmt: skip
 
 
@@ -250,7 +249,7 @@ def visible(tile, call, count, bias):
 def floating_keys(tile, count, k, stride, scales, pace, floating):
     """The address of a block's keys, and the bytes from one key to the next. Codes are dequantised
     to scratch memory first, unless the products dequantise them."""
-    if tile.k.quantized and not tile.k_direct:
+    if tile.k.quantized and not tile.k_direct and not tile.k_integers:
         dequantize_keys(tile, count, k, stride, scales, pace, floating)
         k, stride = floating, 4 * tile.width
     return k, stride
@@ -260,6 +259,8 @@ def floating_keys(tile, count, k, stride, scales, pace, floating):
 @no_type_check
 def floating_values(tile, count, v, stride, scales, pace, floating):
     """The address of a block's values, and the bytes from one value to the next."""
+    if tile.v_integers:
+        return v, stride
     if tile.v_quantized and not tile.v_direct:
         dequantize_values(tile, count, v, stride, scales, pace, floating)
         v, stride = floating, 4 * tile.value_width
@@ -270,9 +271,22 @@ def floating_values(tile, count, v, stride, scales, pace, floating):
 
 @part
 @no_type_check
-def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, floating, scores):
+def round_all(tile, padded, queries, page_scales, integers):
+    """Round all queries to integers, times the scales of a page's channels."""
+    for r in range(0, padded if tile.k_integers else 0, tile.rows):
+        round_queries(tile, queries + r * tile.query_bytes, page_scales,
+                      integers + r // tile.rows * tile.integer_bytes)  # fmt: skip
+
+
+@part
+@no_type_check
+def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, integers, floating,
+          scores):  # fmt: skip
     """Scores of all rows and the block's keys; meanwhile the block's values are prefetched, all of
     them before products of integers, which wait for less."""
+    if tile.k.by_page:
+        round_all(tile, padded, queries, of_k, integers)
+    spread_key_scales(tile, count, of_k, k_pace, floating)
     for r in range(0, padded, tile.rows):
         for i in range(0, count, tile.keys):
             if r == 0 and not tile.joined:
@@ -280,11 +294,13 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
                     prefetch_value(tile, v + u * v_stride)
             dot_products(tile, queries + r * tile.query_bytes, k, k_stride, of_k, k_pace, i,
                          count - 1, scores + 4 * r * tile.block)  # fmt: skip
-    loses = loses_much(tile, floating)
-    for i in range(0, count if tile.k_integers else 0, tile.lanes):
-        integer_scores(tile, floating, k, k_stride, i, count - 1, scores)
-        if loses:
-            add_residuals(tile, floating, k, k_stride, i, count - 1, scores)
+    for r in range(0, padded if tile.k_integers else 0, tile.rows):
+        of_rows, found = integers + r // tile.rows * tile.integer_bytes, scores + 4 * r * tile.block
+        loses = loses_much(tile, of_rows, floating)
+        for i in range(0, count, tile.together):
+            integer_scores(tile, of_rows, floating, k, k_stride, i, count - 1, found)
+            if loses:
+                add_residuals(tile, of_rows, floating, k, k_stride, i, count - 1, found)
 
 
 @part
@@ -307,15 +323,19 @@ def softmax(tile, call, padded, count, bias, scores, part):
 
 @part
 @no_type_check
-def gather(
-    tile, padded, count, scores, v, v_stride, of_v, v_pace, floating, part, k_next, k_stride
-):
+def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, integers, floating, part, k_next,
+           k_stride):  # fmt: skip
     """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched."""
     done = 0
-    if tile.v_direct:
+    if tile.v_integers:
         spread_value_scales(tile, count, of_v, v_pace, floating)
-        round_weights(tile, scores, floating)
-        add_weighted_integers(tile, count, v, v_stride, floating, part, k_next, k_stride)
+        for r in range(0, padded, tile.rows):
+            of_rows = integers + r // tile.rows * tile.integer_bytes
+            round_weights(tile, scores + 4 * r * tile.block, of_rows, floating)
+            add_weighted_integers(tile, count, v, v_stride, of_rows, part + r * tile.sum_bytes,
+                                  k_next if r == 0 else v, k_stride)  # fmt: skip
+        padded = 0
+    elif tile.v_direct:
         add_weighted_codes(tile, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride)
         padded = 0
     for r in range(0, padded, tile.rows):

@@ -12,9 +12,11 @@ zero z for each token and group of channels, and a row q = r Q of integers Q,
 A key whose scales belong to the channels of a page is multiplied by q s, rounded once for a page.
 
 Rows are requested for the second cache: the first is read so quickly that it has no requests left.
-A thread's memory for all that lies where blocks of other kernels are dequantised (`room`).
+What belongs to rows lies behind their scores (`OfRows`), what belongs to a block of keys where
+other kernels dequantise it (`OfBlock`).
 """
 
+import functools
 from typing import NamedTuple, no_type_check
 
 from llvmlite import ir
@@ -32,58 +34,56 @@ from regard.ops.kernels.code_words import (
     value_words,
 )
 from regard.ops.kernels.intrinsics import emits
-from regard.ops.kernels.tiles import LINE, Format, Tile
+from regard.ops.kernels.tiles import Tile
 from regard.ops.kernels.vectors import FLOAT, INT16, INT32, INT64
 
 ERROR = 2e-3  # of a score, in powers of 2: the output is wrong by about as much of the largest
 # value, and by 4e-3 since it is rounded to bfloat16
+CHAINS = 8  # of sums that do not wait for each other: more than an instruction's latency
 FINER = 2 * LARGEST  # of the integers that remain, for 1 of the others
 
 
-class Room(NamedTuple):
-    """Bytes from the start of the memory to each of its arrays."""
+class OfRows(NamedTuple):
+    """Bytes from the start of the memory of a tile of rows to each of its arrays."""
 
     queries: int  # [rows, D] of int16, in the order of `paired`
     residuals: int  # [rows, D] of int16 as well: queries less these integers
     query_scales: int  # [rows]
     query_sums: int  # [rows, groups]: sums of q, or of q z of a page
-    key_scales: int  # [groups, block]
-    key_zeros: int
-    value_scales: int  # [groups of values, block]
-    value_zeros: int
     weights: int  # [groups of values, rows, block] of int16
     weight_scales: int  # [groups of values, rows]
     offsets: int  # [groups of values, rows]: sums of p z
     size: int  # of all
 
 
-def room(tile: Tile) -> Room:
-    """The arrays for one block of keys and all rows of a tile."""
-    of_k, of_v = k_groups(tile), v_groups(tile)
-    rows, block = tile.rows, tile.block
-    sizes = [2 * rows * tile.width] * 2 + [4 * rows, 4 * rows * of_k]
-    sizes += [4 * of_k * block] * 2 + [4 * of_v * block] * 2
-    sizes += [2 * of_v * rows * block, 4 * of_v * rows, 4 * of_v * rows]
-    places, at = [], 0
-    for size in sizes:
-        places.append(at)
-        at += -(-size // LINE) * LINE
-    assert at <= tile.block_bytes, "a block of codes takes less memory than one of float32"
-    return Room._make([*places, at])
+class OfBlock(NamedTuple):
+    """Bytes from the start of the memory of a block of keys to each of its arrays."""
+
+    key_scales: int  # [groups, block]
+    key_zeros: int
+    value_scales: int  # [groups of values, block]; where the tile is joined, those of the keys
+    value_zeros: int
+    size: int  # of all
 
 
-def k_groups(tile: Tile) -> int:
-    """Groups of channels of a key; one where its scales are the page's, 0 of other products."""
-    return 1 if tile.k.by_page else _groups(tile.k_integers, tile.width, tile.k)
+def of_rows(tile: Tile) -> OfRows:
+    """The arrays of a tile of rows."""
+    (of_k, of_v), rows = tile.groups, tile.rows
+    queries = 2 * rows * tile.width * tile.k_integers
+    sizes = [queries, queries, 4 * rows, 4 * rows * of_k]
+    sizes += [2 * of_v * rows * tile.block, 4 * of_v * rows, 4 * of_v * rows]
+    places = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    assert places[-1] <= tile.integer_bytes
+    return OfRows._make(places)
 
 
-def v_groups(tile: Tile) -> int:
-    """Groups of channels of a value; 0 of other products."""
-    return _groups(tile.v_integers, tile.value_width, tile.v)
-
-
-def _groups(integers: bool, width: int, form: Format) -> int:
-    return -(-width // form.group) if integers else 0
+def of_block(tile: Tile) -> OfBlock:
+    """The arrays of a block of keys."""
+    of_k, of_v = (4 * groups * tile.block for groups in tile.groups)
+    starts = (0, of_k) if tile.joined else (2 * of_k, 2 * of_k + of_v)
+    size = 2 * of_k + (not tile.joined) * 2 * of_v
+    assert size <= tile.block_bytes, "a block of codes takes less memory than one of float32"
+    return OfBlock(0, of_k, *starts, size)
 
 
 # ---- score -------------------------------------------------------------------------------------
@@ -95,46 +95,49 @@ def round_queries(e, tile, queries, page_scales, memory):
     """Round the rows of float32 `queries`, times the channels' scales where those are a page's."""
     if not tile.k_integers:
         return
-    at, pace = room(tile), tile.k.group if not tile.k.by_page else tile.width
-    for m in range(tile.rows):
-        xs, sums = {}, []
-        for first in range(0, tile.width, pace):
+    at, groups = of_rows(tile), tile.groups[0]
+    pace = tile.width // groups
+    with e.loop(INT64(tile.rows)) as m:
+        row = e.advance(queries, m, tile.query_bytes)
+        of_groups, place = e.advance(memory, m, 4 * groups), e.advance(memory, m, 4)
+        xs = {}
+        for g in range(groups):
             total = e.constant(0.0)
-            for c in range(first, min(first + pace, tile.width), e.lanes):
-                x = e.read(queries, tile.query_bytes * m + 4 * c)
+            for c in range(g * pace, (g + 1) * pace, e.lanes):
+                xs[c] = e.read(row, 4 * c)
                 if tile.k.by_page:
                     scale, zero = halves(e, e.read_words(page_scales, 4 * c))
-                    total, x = e.fma(x, zero, total), e.builder.fmul(x, scale)
+                    total = e.fma(xs[c], zero, total)
+                    xs[c] = e.builder.fmul(xs[c], scale)
                 else:
-                    total = e.builder.fadd(total, x)
-                xs[c] = x
-            sums.append(lane(e, e.fold(total, e.builder.fadd)))
+                    total = e.builder.fadd(total, xs[c])
+            total = lane(e, e.fold(total, e.builder.fadd))
+            _store(e, total, of_groups, at.query_sums + 4 * g)
         scale, integers, left = rounded(e, list(xs.values()))
+        _store(e, scale, place, at.query_scales)
         left = [e.rounded(e.builder.fmul(x, e.constant(FINER))) for x in left]
+        target = e.advance(memory, m, 2 * tile.width)
         for start, found in (at.queries, integers), (at.residuals, left):
-            for place, words in paired(e, tile, dict(zip(xs, found, strict=True))):
-                e.write(words, memory, start + 2 * (tile.width * m + place))
-        _store(e, scale, memory, at.query_scales + 4 * m)
-        for g, total in enumerate(sums):
-            _store(e, total, memory, at.query_sums + 4 * (len(sums) * m + g))
+            for c, words in paired(e, tile, dict(zip(xs, found, strict=True))):
+                e.write(words, target, start + 2 * c)
 
 
 @emits(types.void)
 @no_type_check
-def spread_key_scales(e, tile, count, scales, pace, memory):
+def spread_key_scales(e, tile, count, scales, pace, block):
     """Scales and zeros of a block's keys side by side, for each group; 0 after `count`."""
     if tile.k_integers and not tile.k.by_page:
-        at = room(tile)
-        _spread(e, tile, count, scales, pace, memory, (at.key_scales, at.key_zeros), k_groups(tile))
+        places = of_block(tile)[:2]
+        _spread(e, tile, count, scales, pace, block, places, tile.groups[0])
 
 
 @emits(types.void)
 @no_type_check
-def spread_value_scales(e, tile, count, scales, pace, memory):
-    """The same of its values."""
-    if tile.v_integers:
-        at, groups = room(tile), v_groups(tile)
-        _spread(e, tile, count, scales, pace, memory, (at.value_scales, at.value_zeros), groups)
+def spread_value_scales(e, tile, count, scales, pace, block):
+    """The same of its values, unless they are of the keys."""
+    if tile.v_integers and not tile.joined:
+        places = of_block(tile)[2:4]
+        _spread(e, tile, count, scales, pace, block, places, tile.groups[1])
 
 
 @no_type_check
@@ -166,102 +169,95 @@ def _spread(e, tile, count, scales, pace, memory, places, groups):
 
 @emits(types.int64)
 @no_type_check
-def loses_much(e, tile, memory):
+def loses_much(e, tile, memory, block):
     """Whether scores of a block may lose more than `ERROR`, as the root of the mean square of what
     is rounded, over all codes; 1 or 0."""
     if not tile.k_integers:
         return INT64(0)
-    b, at = e.builder, room(tile)
-    top = FLOAT(0.0)
+    b, at, top = e.builder, of_rows(tile), FLOAT(0.0)
     for m in range(tile.rows):
         own = b.load(e.pointer(FLOAT, memory, at.query_scales + 4 * m))
         top = b.select(b.fcmp_unordered("<", own, top), top, own)
-    squares = FLOAT(float(tile.width))  # of scales, over all channels
+    squares = FLOAT(1.0)  # of scales, on average over channels
     if not tile.k.by_page:
-        most = e.constant(0.0)
+        most, groups = e.constant(0.0), tile.groups[0]
         for i in range(0, tile.block, e.lanes):
             total = e.constant(0.0)
-            for g, first in enumerate(range(0, tile.width, tile.k.group)):
-                x = e.read(memory, at.key_scales + 4 * (tile.block * g + i))
-                channels = float(min(tile.k.group, tile.width - first))
-                total = e.fma(b.fmul(x, e.constant(channels)), x, total)
+            for g in range(groups):
+                x = e.read(block, of_block(tile).key_scales + 4 * (tile.block * g + i))
+                total = e.fma(x, x, total)
             most = e.maximum(total, most)
-        squares = lane(e, e.fold(most, e.maximum))
+        squares = b.fmul(lane(e, e.fold(most, e.maximum)), FLOAT(1 / groups))
     # an integer is wrong by up to 1/2, evenly, and codes are between 0 and the last one, evenly
-    of_codes = (2.0**tile.k.bits - 1) ** 2 / 36
+    of_codes = tile.width * (2.0**tile.k.bits - 1) ** 2 / 36
     lost = b.fmul(b.fmul(b.fmul(top, top), squares), FLOAT(of_codes))
     return b.zext(b.fcmp_unordered(">", lost, FLOAT(ERROR**2)), INT64)
 
 
 @emits(types.void)
 @no_type_check
-def integer_scores(e, tile, memory, keys, stride, first, last, scores):
-    """The scores of all rows and a vector of keys from `first` on; keys after `last` are read as
-    `last`."""
-    if not tile.k_integers:
-        return
-    b, at = e.builder, room(tile)
-    totals = [e.constant(0.0)] * tile.rows
-    for g, sums in _products(e, tile, memory, keys, stride, first, last, at.queries):
-        for m, x in enumerate(sums):
-            place = at.query_sums + 4 * (k_groups(tile) * m + g)
-            of_zero = e.broadcast(b.load(e.pointer(FLOAT, memory, place)))
-            totals[m] = _scaled(e, tile, memory, first, g, x, totals[m], of_zero)
-    for m, total in enumerate(totals):
-        e.write(total, e.advance(scores, first, 4), 4 * tile.block * m)
+def integer_scores(e, tile, memory, block, keys, stride, first, last, scores):
+    """The scores of a tile's rows and `together` keys from `first` on; keys after `last` are read
+    as `last`."""
+    if tile.k_integers:
+        starts = [e.constant(0.0)] * (tile.rows * tile.together // e.lanes)
+        _add_products(e, tile, memory, block, keys, stride, first, last, scores, starts, True)
 
 
 @emits(types.void)
 @no_type_check
-def add_residuals(e, tile, memory, keys, stride, first, last, scores):
+def add_residuals(e, tile, memory, block, keys, stride, first, last, scores):
     """Add the products of what remains of the queries to such scores."""
-    if not tile.k_integers:
-        return
-    at, here = room(tile), e.advance(scores, first, 4)
-    for g, sums in _products(e, tile, memory, keys, stride, first, last, at.residuals):
-        for m, x in enumerate(sums):
-            x = e.builder.fmul(x, e.constant(1 / FINER))
-            total = e.read(here, 4 * tile.block * m)
-            total = _scaled(e, tile, memory, first, g, x, total, e.constant(0.0))
-            e.write(total, here, 4 * tile.block * m)
+    if tile.k_integers:
+        here = e.advance(scores, first, 4)
+        vectors = range(0, tile.together, e.lanes)
+        starts = [e.read(here, 4 * (tile.block * m + i)) for m in range(tile.rows) for i in vectors]
+        _add_products(e, tile, memory, block, keys, stride, first, last, scores, starts, False)
 
 
 @no_type_check
-def _products(e, tile, memory, keys, stride, first, last, start):
-    """For each group of channels, the products of the rows of integers from `start` on with a
-    vector of keys, times the rows' scales. A lane is a key."""
-    b, at, groups = e.builder, room(tile), k_groups(tile)
-    wanted = [b.add(first, INT64(i)) for i in range(e.lanes)]
+def _add_products(e, tile, memory, block, keys, stride, first, last, scores, starts, whole):
+    """The scores of row m are starts[m] and the products of its integers and sums, if they are the
+    `whole` queries, else of its residuals, with some vectors of keys. A lane is a key."""
+    b, at = e.builder, of_rows(tile)
+    wanted = [b.add(first, INT64(i)) for i in range(tile.together)]
     wanted = [b.select(b.icmp_signed("<", i, last), i, last) for i in wanted]
     places = [b.add(keys, b.mul(i, stride)) for i in wanted]
-    for g in range(groups):
-        sums = [[e.word(0)] * 2 for _ in range(tile.rows)]  # two of each: one waits for the other
-        for n, (place, words) in enumerate(key_words(e, tile, places, g, groups)):
-            for m, row in enumerate(sums):
-                two = b.load(e.pointer(INT32, memory, start + 2 * (tile.width * m + place)))
-                row[n % 2] = e.dot_words(words, e.broadcast(two), row[n % 2])
-        scales = [
-            b.load(e.pointer(FLOAT, memory, at.query_scales + 4 * m)) for m in range(tile.rows)
-        ]
-        yield (
-            g,
-            [
-                b.fmul(b.sitofp(b.add(*row), e.floats), e.broadcast(own))
-                for row, own in zip(sums, scales, strict=True)
-            ],
-        )
-
-
-@no_type_check
-def _scaled(e, tile, memory, first, group, x, total, of_zero):
-    """`total` and products with a vector of codes, times the scales of keys, and their zeros."""
-    if tile.k.by_page:
-        return e.builder.fadd(e.builder.fadd(x, of_zero), total)
-    at, here = room(tile), e.advance(memory, first, 4)
-    scale, zero = (
-        e.read(here, place + 4 * tile.block * group) for place in (at.key_scales, at.key_zeros)
-    )
-    return e.fma(of_zero, zero, e.fma(x, scale, total))
+    groups, vectors = tile.groups[0], range(tile.together // e.lanes)
+    pace, integers = tile.width // groups, at.queries if whole else at.residuals
+    totals = [e.variable(start) for start in starts]
+    each = [(m, i) for m in range(tile.rows) for i in vectors]  # of totals: a row, a vector of keys
+    chains = 1 if len(each) >= CHAINS else 2
+    with e.loop(INT64(groups)) as g:
+        some = [e.advance(place, g, pace * tile.k.bits // 8) for place in places]
+        some = [some[e.lanes * i : e.lanes * (i + 1)] for i in vectors]
+        of_queries = e.advance(memory, g, 2 * pace)
+        sums = [[e.word(0)] * chains for _ in each]
+        at_once = e.lanes // len(vectors)
+        words = zip(*(key_words(e, tile, rows, pace, at_once) for rows in some), strict=True)
+        for n, found in enumerate(words):
+            for (m, i), row in zip(each, sums, strict=True):
+                offset = integers + 2 * (tile.width * m + found[i][0])
+                two = b.load(e.pointer(INT32, of_queries, offset))
+                row[n % chains] = e.dot_words(found[i][1], e.broadcast(two), row[n % chains])
+        for (m, i), row, total in zip(each, sums, totals, strict=True):
+            own = e.broadcast(b.load(e.pointer(FLOAT, memory, at.query_scales + 4 * m)))
+            x = b.fmul(b.sitofp(functools.reduce(b.add, row), e.floats), own)
+            x = x if whole else b.fmul(x, e.constant(1 / FINER))
+            scale, zero = e.constant(1.0), e.constant(1.0)
+            if not tile.k.by_page:
+                here = b.add(e.advance(block, g, 4 * tile.block), e.advance(INT64(0), first, 4))
+                scale, zero = (
+                    e.read(here, place + 4 * e.lanes * i) for place in of_block(tile)[:2]
+                )
+            e.accumulate(total, x, scale)
+            if whole:
+                place = at.query_sums + 4 * groups * m
+                of_zero = b.load(e.pointer(FLOAT, e.advance(memory, g, 4), place))
+                e.accumulate(total, e.broadcast(of_zero), zero)
+    for (m, i), total in zip(each, totals, strict=True):
+        place = 4 * (tile.block * m + e.lanes * i)
+        e.write(b.load(total), e.advance(scores, first, 4), place)
 
 
 # ---- gather ------------------------------------------------------------------------------------
@@ -269,38 +265,39 @@ def _scaled(e, tile, memory, first, group, x, total, of_zero):
 
 @emits(types.void)
 @no_type_check
-def round_weights(e, tile, weights, memory):
-    """Round the weights of all rows times the scales of the values, for each group of channels."""
+def round_weights(e, tile, weights, memory, block):
+    """Round the weights of a tile's rows times the scales of values, for each group of channels."""
     if not tile.v_integers:
         return
-    b, at = e.builder, room(tile)
-    places = [(g, m) for g in range(v_groups(tile)) for m in range(tile.rows)]
-    for n, (g, m) in enumerate(places):
+    b, at, of_keys = e.builder, of_rows(tile), of_block(tile)
+    with e.loop(INT64(tile.groups[1])) as g, e.loop(INT64(tile.rows)) as m:
+        row, scales = e.advance(weights, m, 4 * tile.block), e.advance(block, g, 4 * tile.block)
+        n = b.add(b.mul(g, INT64(tile.rows)), m)
         xs, total = [], e.constant(0.0)
         for i in range(0, tile.block, e.lanes):
-            here, p = 4 * (tile.block * g + i), e.read(weights, 4 * (tile.block * m + i))
-            xs.append(b.fmul(p, e.read(memory, at.value_scales + here)))
-            total = e.fma(p, e.read(memory, at.value_zeros + here), total)
+            p = e.read(row, 4 * i)
+            xs.append(b.fmul(p, e.read(scales, of_keys.value_scales + 4 * i)))
+            total = e.fma(p, e.read(scales, of_keys.value_zeros + 4 * i), total)
         scale, integers, _ = rounded(e, xs)
         for i, x in enumerate(integers):
             words = b.trunc(x, ir.VectorType(INT16, e.lanes))
-            e.write(words, memory, at.weights + 2 * (tile.block * n + e.lanes * i))
-        _store(e, scale, memory, at.weight_scales + 4 * n)
-        _store(e, lane(e, e.fold(total, b.fadd)), memory, at.offsets + 4 * n)
+            e.write(words, e.advance(memory, n, 2 * tile.block), at.weights + 2 * e.lanes * i)
+        _store(e, scale, e.advance(memory, n, 4), at.weight_scales)
+        _store(e, lane(e, e.fold(total, b.fadd)), e.advance(memory, n, 4), at.offsets)
 
 
 @emits(types.void)
 @no_type_check
 def add_weighted_integers(e, tile, count, codes, stride, memory, sums, ahead, apart):
-    """sums[m, :] += the rounded weights of row m times the codes of a block, scaled, and offsets;
-    meanwhile requests the next block's keys, `apart` bytes apart."""
+    """sums[m, :] += the rounded weights of row m times the codes of a block, scaled, and offsets.
+    Meanwhile requests rows at `ahead`, `apart` bytes apart: the keys of the next block."""
     for first in range(0, tile.value_width, tile.strip) if tile.v_integers else ():
         _add_strip(e, tile, count, codes, stride, memory, sums, first, ahead, apart)
 
 
 @no_type_check
 def _add_strip(e, tile, count, codes, stride, memory, sums, first, ahead, apart):
-    b, at = e.builder, room(tile)
+    b, at = e.builder, of_rows(tile)
     of_row = tile.strip // e.lanes
     cells = [[e.variable(e.word(0)) for _ in range(of_row)] for _ in range(tile.rows)]
     with e.loop(b.lshr(b.add(count, INT64(1)), INT64(1))) as pair:
@@ -309,7 +306,7 @@ def _add_strip(e, tile, count, codes, stride, memory, sums, first, ahead, apart)
         after = b.select(b.icmp_signed("<", after, count), after, j)
         rows = [b.add(codes, b.mul(x, stride)) for x in (j, after)]
         for token in (j, after) if not first else ():
-            e.prefetch(tile.prefetch_bytes, b.add(ahead, b.mul(token, apart)), 2)
+            e.prefetch(tile.k.bytes(tile.width), b.add(ahead, b.mul(token, apart)), 2)
         for n, (channel, words) in enumerate(value_words(e, tile, rows, first)):
             for m in range(tile.rows):
                 place = at.weights + 2 * tile.block * _number(tile, channel, m)

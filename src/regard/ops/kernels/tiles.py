@@ -97,17 +97,25 @@ class Tile(NamedTuple):
     @property
     def k_integers(self) -> bool:
         """Whether queries are rounded to 16 bits, and keys are codes that are multiplied as they
-        are: scales belong to a page, or to whole vectors of pairs of channels."""
-        by_pairs = self.k.by_page or self.k.group % STEP == 0
-        return self.integers and self.k_direct and _fills(self.k, self.width) and by_pairs
+        are: scales belong to a page, or to equal groups of whole words of codes."""
+        if not (self.integers and _fills(self.k, self.width)):
+            return False
+        equal = self.width % self.k.group == 0 or self.width < self.k.group
+        grouped = self.k.by_page or (self.k.group % STEP == 0 and equal)
+        return grouped and (not self.joined or self.sums_integers)
 
     @property
     def v_integers(self) -> bool:
         """Whether weights are rounded to 16 bits, and values are codes multiplied as they are."""
+        return self.k_integers if self.joined else self.integers and self.sums_integers
+
+    @property
+    def sums_integers(self) -> bool:
+        """Whether values are codes whose groups and strips are whole vectors of sums."""
+        if not _fills(self.v, self.value_width) or self.v.by_page:
+            return False
         together = 2 * self.lanes * 8 // self.v.bits  # channels whose sums are mixed
-        whole = self.strip % together == 0 and self.v.group % together == 0
-        fills = _fills(self.v, self.value_width) and not self.v.by_page
-        return self.integers and self.v_direct and fills and whole
+        return self.strip % together == 0 and self.v.group % together == 0
 
     @property
     def k_read(self) -> int:
@@ -155,6 +163,12 @@ class Tile(NamedTuple):
         """Keys whose scores are summed together, in `rows * keys` vector registers."""
         most = 16 if self.rows == 1 else 8 if self.rows < 4 else 4
         return (8, 4, 4, 2)[self.rows - 1] if self.lanes == 8 else min(self.lanes, most)
+
+    @property
+    def together(self) -> int:
+        """Keys that are multiplied as integers at once: two vectors, so that an element of a query
+        is read once for both."""
+        return min(2 * self.lanes, self.block)
 
     @property
     def strip(self) -> int:
@@ -206,8 +220,26 @@ class Tile(NamedTuple):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of a thread's scratch for each row: a scaled query, and the scores of a block."""
-        return 4 * (self.width + self.block)
+        """Bytes of a thread's scratch for each row: a scaled query, the scores of a block, and
+        integers in place of both."""
+        return 4 * (self.width + self.block) + self.integer_bytes // self.rows
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups of channels of keys and values that are multiplied as integers; of keys one where
+        the scales are a page's."""
+        of_keys = 1 if self.k.by_page else -(-self.width // max(1, self.k.group))
+        of_values = -(-self.value_width // max(1, self.v.group))
+        return of_keys * self.k_integers, of_values * self.v_integers
+
+    @property
+    def integer_bytes(self) -> int:
+        """Bytes of the integers of a tile's rows: twice 2 for an element of the query, 2 for a
+        score and group of values, and what belongs to rows and groups."""
+        of_k, of_v = self.groups
+        of_row = 4 * self.width * self.k_integers + 4 * (1 + of_k)
+        of_row += (2 * self.block + 8) * of_v
+        return -(-of_row // LINE) * LINE * self.rows if of_k + of_v else 0
 
     @property
     def block_bytes(self) -> int:
@@ -229,8 +261,8 @@ class Tile(NamedTuple):
 
 
 def _fills(form: Format, width: int) -> bool:
-    """Whether codes fill whole steps of channels, and a byte holds codes of whole bits."""
-    return form.bits in (4, 8) and width % STEP == 0
+    """Whether elements are codes that fill whole steps of channels, and no code is in two bytes."""
+    return form.quantized and form.bits in (4, 8) and width % STEP == 0
 
 
 def tile_for(
@@ -257,16 +289,22 @@ def tile_for(
     k = k or plain
     v = k if joined else v or plain
     odd = v == BFLOAT16 and value_width % (2 * lanes) > 0  # vectors: a strip is all of them
-    sizes = (1, 2, 4)[: 3 - odd] if lanes == 8 else range(1, 7 - 2 * odd)
-    in_tile = min(sizes, key=lambda r: (-(-rows // r) * r, -r))
+    tiles = (1, 2, 4)[: 3 - odd] if lanes == 8 else range(1, 7 - 2 * odd)
+    in_tile = min(tiles, key=lambda r: (-(-rows // r) * r, -r))
     codes = k.quantized or v.quantized
     direct = codes and not joined and rows == in_tile and width <= UNROLLED[lanes]
     block = next((x for x in (16, 32) if x * k.bytes(width) >= BLOCK_BYTES), 64)
+    few = in_tile < min(2, rows)  # rows of a tile: each tile transposes all codes
+    tile = Tile(
+        lanes, in_tile, width, value_width, block, half, joined, biased, k, v, page > 0, direct,
+        integers and codes and not few,
+    )  # fmt: skip
+    if tile.k_integers or tile.v_integers:
+        block = max(32, block)  # what is rounded once for a block takes less time then
     block = 64 if k.rebuilt else block
     if page:
         block = next((x for x in (64, 32) if x <= block and page % x == 0), 16)
-    of_rows = lanes, in_tile, width, value_width, block, half, joined, biased
-    return Tile(*of_rows, k, v, page > 0, direct, integers and direct)
+    return tile._replace(block=block)
 
 
 class KeyPages(NamedTuple):

@@ -8,7 +8,8 @@ tensor for each, or in pages of 64 tokens: one page after another, or shuffled.
 
 Targets, as a ratio of time to regard's own float32: K8V8 0.45 for 32 heads on 8, and 0.6 for
 absorbed MLA. Besides, 32 heads on 8: K8V8 takes at most 0.8 of the time of bfloat16, and K4V4 no
-more than K8V8; shuffled pages take at most 1.1 of the time of one tensor. For 1 and for 2 threads.
+more than K8V8; with queries in bfloat16, whose products with codes are of integers, both take at
+most 0.75; shuffled pages take at most 1.1 of the time of one tensor. For 1 and for 2 threads.
 
 With `--warm` the keys stay in the processor's caches, where codes save no time that memory takes.
 """
@@ -40,6 +41,7 @@ from regard.cache.parts import Streams
 BASE = "float32"
 FORMATS = (BASE, "bfloat16", "K8V8", "K8V4", "K6V4", "K4V4")
 PAGED = (BASE, "bfloat16", "K8V8", "K4V4")  # that are measured in pages too
+HALF = ", queries in bfloat16"
 PAGE = 64  # tokens
 
 
@@ -65,9 +67,10 @@ class Variant(NamedTuple):
 
     format: str
     pages: str = ""  # "in pages", "in shuffled pages", or in one tensor for each
+    half: bool = False  # codes for queries in bfloat16, which are multiplied as integers
 
     def __str__(self) -> str:
-        return f"{self.format} {self.pages}".strip()
+        return f"{self.format} {self.pages}".strip() + self.half * HALF
 
     def bits(self, index: int) -> int:
         """Of an element of a stream."""
@@ -82,7 +85,8 @@ class Variant(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Of the queries."""
-        return torch.bfloat16 if self.format == "bfloat16" else torch.float32
+        half = self.half or self.format == "bfloat16"
+        return torch.bfloat16 if half else torch.float32
 
     def stored(self, stream: Tensor, index: int) -> Tensor | QuantizedStream:
         """A stream in this format."""
@@ -99,13 +103,17 @@ class Variant(NamedTuple):
 ORDERS = "in pages", "in shuffled pages"
 VARIANTS = [
     *(Variant(each) for each in FORMATS),
+    *(Variant(each, half=True) for each in FORMATS[2:]),
     *(Variant(each, order) for each in PAGED for order in ORDERS),
 ]
 TARGETS = {  # at most so much of the time of another variant
     (GQA.name, "K8V8", BASE): 0.45,
     (GQA.name, "K8V8", "bfloat16"): 0.8,
     (GQA.name, "K4V4", "K8V8"): 1.0,
+    (GQA.name, "K8V8" + HALF, "bfloat16"): 0.75,
+    (GQA.name, "K4V4" + HALF, "K8V8" + HALF): 0.75,
     (MLA.name, "K8V8", BASE): 0.6,
+    (MLA.name, "K8V8" + HALF, BASE): 0.6,
     **{(GQA.name, f"{each} {order}", each): 1.1 for each in PAGED for order in ORDERS},
 }
 

@@ -50,10 +50,10 @@ One key head (there are B x G), the M query rows that share it, and its S keys a
      +-----------+      +----------+    +-------+-------+  )
       padded rows
 
-    (codes)  of queries in bfloat16, if the rows are one tile: multiplied as integers. Otherwise
-             dequantised to float32: in registers, as they are multiplied, if the rows are one tile;
-             else a block of keys, and later of values, in the L1 cache. Either way a code is read
-             from memory once and converted once, for all rows
+    (codes)  multiplied as integers, where the queries are bfloat16 (and groups of channels whole
+             vectors). Otherwise dequantised to float32: in registers, as they are multiplied, if
+             the rows are one tile; else a block of keys, and later of values, in the L1 cache.
+             Either way a code is read from memory once for all rows
     score    rows x keys dot products at once, each a vector of `lanes` partial sums in a register
     softmax  a row of a block at a time: running maximum, powers of 2, their sum
     gather   rows x strip weighted sums at once, in registers, key after key of a block
@@ -74,8 +74,9 @@ The workspace, one for each calling thread, everything in float32 but the counte
               the last two take `lanes` elements a row, so that each part begins at a whole vector
     scratch   for each thread:
               | queries [padded, D], times scale and log2(e) | scores [padded, block] |
-              | keys or values of a block, dequantised [block, D or Dv] |  where they are codes;
-              where codes are multiplied as integers, what `integers.Room` lists lies there
+              | integers of the rows (`integers.OfRows`) |  where they are multiplied with codes
+              | keys or values of a block, dequantised [block, D or Dv], or scales of one
+              (`integers.OfBlock`) |  where they are codes
 
 A value is zero + scale * code, with a scale and a zero for each key and group of channels, side by
 side in bfloat16: a scale is the lower half of a word, a zero the upper one. The halves of a byte of

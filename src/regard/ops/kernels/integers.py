@@ -37,10 +37,10 @@ from regard.ops.kernels.intrinsics import emits
 from regard.ops.kernels.tiles import Tile
 from regard.ops.kernels.vectors import FLOAT, INT16, INT32, INT64
 
-ERROR = 2e-3  # of a score, in powers of 2: the output is wrong by about as much of the largest
-# value, and by 4e-3 since it is rounded to bfloat16
-CHAINS = 8  # of sums that do not wait for each other: more than an instruction's latency
-FINER = 2 * LARGEST  # of the integers that remain, for 1 of the others
+ERROR = 2e-3  # of a score, in powers of 2: an output is wrong by about as much of the largest
+# value, half of what it loses when it is rounded to bfloat16
+CHAINS = 8  # sums that do not wait for each other: as many as hide an instruction's latency
+FINER = 2 * LARGEST  # steps of a residual in one of the queries' integers
 
 
 class OfRows(NamedTuple):
@@ -246,10 +246,9 @@ def _add_products(e, tile, memory, block, keys, stride, first, last, scores, sta
             x = x if whole else b.fmul(x, e.constant(1 / FINER))
             scale, zero = e.constant(1.0), e.constant(1.0)
             if not tile.k.by_page:
-                here = b.add(e.advance(block, g, 4 * tile.block), e.advance(INT64(0), first, 4))
-                scale, zero = (
-                    e.read(here, place + 4 * e.lanes * i) for place in of_block(tile)[:2]
-                )
+                here = e.advance(e.advance(block, g, 4 * tile.block), first, 4)
+                of_keys = (place + 4 * e.lanes * i for place in of_block(tile)[:2])
+                scale, zero = (e.read(here, place) for place in of_keys)
             e.accumulate(total, x, scale)
             if whole:
                 place = at.query_sums + 4 * groups * m

@@ -197,6 +197,21 @@ def test_what_is_not_finite_stays_so(number, of):
     assert not decode(q, k, v, scale=0.1)[0][1, 1, 2].isfinite().any()
 
 
+@pytest.mark.parametrize("group", [256, 1024])
+def test_sums_of_the_largest_products(group):
+    """All numbers of a query and all codes are the largest: 32 bits hold the sum of 256 channels,
+    and keys in larger groups are dequantised."""
+    q = torch.ones(1, 1, 4, 512).bfloat16()
+    k = torch.ones(1, 1, 40, 512)
+    k[..., ::group] = 0  # the zero of each group
+    k = quantized(k, 8, group)
+    keys, _ = of_stream(k)
+    wanted, sums, bound, of_lse = judge(q, keys, keys[..., :64], 0.01)
+    out, lse = decode(q, k, scale=0.01, width=64)
+    assert (out - wanted).abs().max() <= bound
+    assert (lse - sums).abs().max() <= of_lse
+
+
 def test_groups_across_vectors_are_dequantised():
     form = Format(8, 48)
     tile = tile_for(2, 96, 96, True, False, False, 16, form, form, 0, True)

@@ -102,7 +102,9 @@ class Tile(NamedTuple):
             return False
         equal = self.width % self.k.group == 0 or self.width < self.k.group
         grouped = self.k.by_page or (self.k.group % STEP == 0 and equal)
-        return grouped and (not self.joined or self.sums_integers)
+        channels = self.width if self.k.by_page else min(self.width, self.k.group)
+        fits = channels * (2**self.k.bits - 1) < 2**16  # a sum of so many products, in 32 bits
+        return grouped and fits and (not self.joined or self.sums_integers)
 
     @property
     def v_integers(self) -> bool:

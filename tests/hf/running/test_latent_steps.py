@@ -155,29 +155,32 @@ def test_weights_that_change_between_steps_are_read_anew(change, taken):
     assert taken == [True] * 4
 
 
-@pytest.mark.parametrize("change", [scaled, replaced])
-@pytest.mark.parametrize("name", ["kv_b_proj", "kv_a_proj", "o_proj"])
-def test_weights_that_change_after_a_step_are_read_anew(change, name, taken):
+def with_other_rope(attention):
+    attention.rope = Rotary(32, theta=10.0)
+
+
+def of_weight(change, name):
+    return lambda attention: change(attention.get_submodule(name).weight)
+
+
+AFTER_A_STEP = {
+    "rope": with_other_rope,
+    **{
+        f"{name}, {change.__name__}": of_weight(change, name)
+        for name in ("kv_b_proj", "kv_a_proj", "o_proj")
+        for change in (scaled, replaced)
+    },
+}
+
+
+@pytest.mark.parametrize("change", AFTER_A_STEP.values(), ids=AFTER_A_STEP)
+def test_what_changes_after_a_step_is_read_anew(change, taken):
     model, cache = stepping()
     with torch.no_grad():
         model(TOKENS[:, 6:7], past_key_values=cache)
         model(TOKENS[:, 7:8], past_key_values=cache)
     for layer in model.model.layers:
-        change(layer.self_attn.get_submodule(name).weight)
-    wanted = expected_of(model, cache, TOKENS[:, 8:10])
-    with torch.no_grad():
-        found = [model(TOKENS[:, i : i + 1], past_key_values=cache).logits for i in (8, 9)]
-    torch.testing.assert_close(torch.cat(found, 1), wanted, atol=2e-5, rtol=1e-5)
-    assert sum(taken) == 8
-
-
-def test_a_rope_that_changes_after_a_step_rotates(taken):
-    model, cache = stepping()
-    with torch.no_grad():
-        model(TOKENS[:, 6:7], past_key_values=cache)
-        model(TOKENS[:, 7:8], past_key_values=cache)
-    for layer in model.model.layers:
-        layer.self_attn.rope = Rotary(32, theta=10.0)
+        change(layer.self_attn)
     wanted = expected_of(model, cache, TOKENS[:, 8:10])
     with torch.no_grad():
         found = [model(TOKENS[:, i : i + 1], past_key_values=cache).logits for i in (8, 9)]

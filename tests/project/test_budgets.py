@@ -28,8 +28,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
         2900,
         6565,
     ),  # codes multiplied as integers, 640: products took most of the time of steps from codes in
-    # bfloat16, K8V8 0.93 of that of bfloat16 keys, now 0.7, with 8 query heads on a key head 1.14,
-    # now 0.65;
+    # bfloat16, of which K8V8 took as long as bfloat16 keys, and now takes 0.75 to 0.9;
     # keys in several places attended to in one call, 250: steps over pages of codes took 1.5
     # times as long as over keys in one place; steps of joint latents in that call, 320: in bfloat16
     # they took 1.7 times as long;

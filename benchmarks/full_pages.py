@@ -3,8 +3,8 @@
     python benchmarks/full_pages.py                      SmolLM2-135M, 150 tokens after 1,024
     python benchmarks/full_pages.py --context 16 --tokens 70
 
-A stored prefix belongs to the weights, so all of them are read before it is stored: by sums of
-their bytes, which are compared with those of the last time, or else by a digest. Both are timed
+A stored prefix belongs to the weights, so all of them are read before it is stored: by checksums
+of their bytes, which are compared with those of the last time, or else by a digest. Both are timed
 beside the steps over pages.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
     times = {"step": statistics.median(steps[False])}
     times |= {"step that fills a page": statistics.median(steps[True])} if steps[True] else {}
     times["token, on average"] = statistics.mean(steps[True] + steps[False])
-    times["weights compared by sums"] = read_again(model, options.rounds)
+    times["weights compared by checksums"] = read_again(model, options.rounds)
     gains, contexts.gains = checksums.gains, lambda tensor: False
     times["weights digested"] = read_again(model, options.rounds)
     contexts.gains = gains

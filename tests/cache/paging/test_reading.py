@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from paged import coded, in_pages, part_of
-from regard import Part
+from regard import PagedCache, PagePool, Part
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.formats import format_of
 from regard.cache.paging.pages import Page, PageTable, Slab, outlines_of
-from regard.cache.paging.reading import PagedStream, parts_of, segments_of
+from regard.cache.paging.reading import PagedStream, by_slab, parts_of, segments_of
 from regard.cache.parts import TENSORS, Storage, Streams, storage_of
 
 RNG = random.Random(7)
@@ -239,3 +239,22 @@ def test_consecutive_codes_are_codes_of_one_part():
 
 def test_no_table_has_no_segment():
     assert segments_of([]) == []
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_pages_of_one_slab_are_joined_and_other_streams_stay(start):
+    """First and last pages of a row lie beside codes in a slab of their own; the last is last."""
+    cache, size = PagedCache(PagePool(40, 4, format="K8V8")), 4
+    new = torch.randn(2, 1, 2, 17, 8)
+    for keys, values in zip(*(each.split(1, 2) for each in new), strict=True):
+        parts = cache.update(keys, values)
+    parts = [parts[0].narrow(start, size), *parts[1:]]
+    codes, (keys, values) = by_slab(part.stored for part in parts)
+    assert [x.kinds[-1] for x in codes] == [QuantizedStream] * 2  # three pages: a view
+    assert codes[0].outline.shape[2] == 12
+    assert (keys.start, keys.length) == (start, size - start + 1)
+    assert keys.table is values.table
+    held = torch.cat([new[0][:, :, start:size], new[0][:, :, -1:]], 2)
+    assert torch.equal(keys.to_tensor(), held)
+    other = (torch.randn(1, 2, 3, 8),) * 2
+    assert by_slab([other, codes]) == [other, codes]

@@ -21,8 +21,8 @@ def filled(tokens, rows=2, format="plain", **options):
 def tokens_of(ranges, stream, row, tokens):
     """The values of a row's tokens, those of each slab after another, as a set of rows."""
     found = []
-    for streams, table, count in ranges:
-        memory = streams[stream]
+    for streams in ranges:
+        memory, table, count = streams[stream].slab, streams[stream].table, streams[stream].length
         memory = memory.to_tensor() if isinstance(memory, QuantizedStream) else memory
         slots = [int(table[row, at // SIZE]) * SIZE + at % SIZE for at in range(count)]
         found.append(memory[0, :, slots])
@@ -34,9 +34,9 @@ def tokens_of(ranges, stream, row, tokens):
 def test_the_pages_have_all_tokens_and_room_for_one(format, tokens):
     cache = filled(tokens, format=format)
     ranges = cache.pages_of_step()
-    assert sum(each.tokens for each in ranges) == tokens + 1
+    assert sum(streams[0].length for streams in ranges) == tokens + 1
     assert len(ranges) == (1 if format == "plain" or tokens < 9 else 2)
-    assert all(a is b for a, b in zip(ranges[-1].streams, cache.buffers, strict=True))
+    assert all(a.slab is b for a, b in zip(ranges[-1], cache.buffers, strict=True))
     held = [part.streams for part in cache.peek(*torch.zeros(2, 2, 3, 0, 8))]
     for stream in (0, 1):
         every = torch.cat([streams[stream] for streams in held], 2)
@@ -47,9 +47,27 @@ def test_the_pages_have_all_tokens_and_room_for_one(format, tokens):
             )
 
 
-@pytest.mark.parametrize("tokens", [3, 4, 7, 8])  # the next token fills a page, or opens one
-def test_nothing_where_a_page_is_filled_or_opened(tokens):
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_nothing_where_a_page_is_opened(tokens):
     assert not filled(tokens).pages_of_step()
+
+
+@pytest.mark.parametrize("tokens", [3, 7])
+def test_nothing_where_codes_may_replace_a_page(tokens):
+    assert not filled(tokens, format="K8V8").pages_of_step()
+
+
+def test_a_page_that_a_step_fills_is_sealed():
+    cache = filled(7)
+    assert sum(streams[0].length for streams in cache.pages_of_step()) == 8
+    assert [page.sealed for page in cache.rows[0].pages] == [True, False]
+    cache.count(1)
+    assert all(page.sealed for table in cache.rows for page in table.pages)
+    before = cache.pool.pages_in_use
+    twin = cache.fork()
+    assert cache.pool.pages_in_use == before  # sealed pages are shared
+    twin.update(*torch.randn(2, 2, 3, 1, 8))
+    assert twin.length == 9
 
 
 def test_nothing_of_rows_that_differ_or_share_pages_or_of_windows():
@@ -70,8 +88,8 @@ def test_nothing_of_rows_that_differ_or_share_pages_or_of_windows():
 def test_a_token_that_was_written_is_counted_and_read():
     cache, twin = filled(5, rows=1), filled(5, rows=1)
     new = torch.randn(2, 1, 3, 1, 8)
-    (ranges,) = cache.pages_of_step()
-    slot = int(ranges.table[0, -1]) * SIZE + 1
+    ((keys, _),) = cache.pages_of_step()
+    slot = int(keys.table[0, -1]) * SIZE + 1
     for memory, each in zip(cache.buffers, new, strict=True):
         memory[0, :, slot] = each[0, :, 0]
     cache.count(1)

@@ -270,8 +270,9 @@ def test_steps_over_pages_of_codes_are_those_that_do_not_repeat(name, format, le
 @pytest.mark.parametrize(
     ("options", "steps_taken"),
     [
-        ({"page_size": 16, "tokens": 64}, [0, 1, 1, 1, 1, 0, 0, 1, 1]),  # the 16th token fills one
+        ({"page_size": 16, "tokens": 64}, [0, 1, 1, 1, 1, 1, 0, 1, 1]),  # the 17th token opens one
         ({"page_size": 8, "tokens": 64}, [0] * 9),  # the kernel reads pages of 16 tokens or more
+        # codes may replace the page that the 16th token fills
         ({"page_size": 16, "tokens": 64, "format": "K8V8"}, [0, 1, 1, 1, 1, 0, 0, 1, 1]),
     ],
 )

@@ -107,7 +107,8 @@ def _arguments_of(module: nn.Module) -> Any:
     if isinstance(arguments, dict):
         return {key: value for key, value in arguments.items() if key not in _HOW}
     names = (each for each in vars(module) if each[:1] != "_" and each not in _WITHOUT_EFFECT)
-    return module.extra_repr(), list(_numbers_in({each: vars(module)[each] for each in names}))
+    numbers = [*_numbers_in({each: vars(module)[each] for each in names})]
+    return module.extra_repr(), repr(numbers)  # one text: a model has thousands of numbers
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:
@@ -169,8 +170,8 @@ def fingerprint(module: Modules) -> str:
 
     It does not depend on the device, nor on how tensors are split over ranks: of a `DTensor` the
     full tensor is read, so every rank must call this. Every call reads all weights, so that every
-    write is noticed, also through `.data`, numpy or another process; a tensor whose sums are those
-    of the last call is not digested again.
+    write is noticed, also through `.data`, numpy or another process; a tensor with the checksum of
+    the last call is not digested again.
 
     Args:
         module: a model, or its layers in order.

@@ -4,7 +4,7 @@ Consecutive pages are a plain view of the memory; pages elsewhere are copied sid
 share their pages have one table, expanded: these pages are copied once, and the copy is expanded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.pages import Page, PageTable, Slab
-from regard.cache.parts import Part, Streams, streams_of
+from regard.cache.parts import AnyStream, Part, Streams, streams_of
 
 Values = Tensor | QuantizedStream  # of a stream
 
@@ -210,26 +210,54 @@ class Segment(NamedTuple):
     begin: int | None
     pages: list[list[Page | None]]  # of each row; None where a row has no such page
 
-    def part(self, page_size: int, start: int, stop: int) -> Part:
-        """The slots `start..stop`, which lie in this segment."""
+    def part(self, page_size: int, start: int, stop: int, *, viewed: bool) -> Part:
+        """The slots `start..stop`, which lie in this segment; where it may be `viewed`, pages one
+        after another are a view of the memory."""
         offset, size = start - self.first * page_size, stop - start
-        slab, table = self.slab, self.table
+        slab, table, begin = self.slab, self.table, self.begin
         if slab is None or table is None:
             return Part(start, stop, self._gathered(offset, size))
-        if self.begin is not None and slab.read_on is None and not slab.shares_scales:
-            first, rows = self.begin * page_size + offset, table.shape[0]
-            views = [_side_by_side(each, first, size, rows) for each in slab.streams]
-            return Part(start, stop, streams_of(views))
-        tokens = self.size * page_size
-        every = PagedStream(slab.streams[0], table, page_size, 0, tokens, slab.read_on)
-        shown = every.narrow(offset, size)  # once: keys and values have one table
-        return Part(start, stop, Streams([shown._replace(slab=each) for each in slab.streams]))
+        if begin is None or not viewed or slab.read_on is not None or slab.shares_scales:
+            return Part(start, stop, Streams(self.paged(page_size, start, stop)))
+        first, rows = begin * page_size + offset, table.shape[0]
+        views = [_side_by_side(each, first, size, rows) for each in slab.streams]
+        return Part(start, stop, streams_of(views))
+
+    def paged(self, page_size: int, start: int, stop: int) -> tuple[PagedStream, ...]:
+        """The streams of those of the slots `start..stop` that lie in this segment, of one slab."""
+        slab, tokens = self.slab, self.size * page_size
+        assert slab is not None and self.table is not None
+        every = PagedStream(slab.streams[0], self.table, page_size, 0, tokens, slab.read_on)
+        first = start - self.first * page_size
+        shown = every.narrow(first, min(stop - start, tokens - first))  # keys and values alike
+        return tuple([shown._replace(slab=each) for each in slab.streams])
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
         """The values of rows whose pages lie in different slabs: these are few, around tails."""
         columns = [_stacked(column) for column in zip(*self.pages, strict=True)]
         streams = [torch.cat(pages, 2) for pages in zip(*columns, strict=True)]
         return tuple(each.narrow(2, offset, size) for each in streams)
+
+
+def by_slab(found: Iterable[Sequence[AnyStream]]) -> list[Sequence[AnyStream]]:
+    """The streams of parts, those in pages of one slab as one, in the order of their last parts:
+    attention that sees all keys does not depend on their order."""
+    slabs: dict[int, Sequence[AnyStream]] = {}
+    for streams in found:
+        one = streams[0]
+        key = id(one.slab if isinstance(one, PagedStream) else one)
+        slabs[key] = _followed(slabs.pop(key), streams) if key in slabs else streams
+    return [*slabs.values()]
+
+
+def _followed(before: Sequence[AnyStream], after: Sequence[AnyStream]) -> Sequence[AnyStream]:
+    """The streams in whole pages, followed by others in the same slab, in one table."""
+    one, other = before[0], after[0]
+    assert isinstance(one, PagedStream) and isinstance(other, PagedStream), "of one slab"
+    assert not other.start and not (one.start + one.length) % one.page_size, "parts are in order"
+    table, length = torch.cat([one.table, other.table], 1), one.length + other.length
+    whole = one._replace(table=table, length=length)
+    return [whole._replace(slab=each.slab) for each in before if isinstance(each, PagedStream)]
 
 
 _Column = list[Page | None]  # the page of each row
@@ -251,13 +279,14 @@ def segments_of(tables: Sequence[PageTable]) -> list[Segment]:
 def parts_of(
     segments: Sequence[Segment], page_size: int, start: int, stop: int
 ) -> tuple[Part, ...]:
-    """The slots `start..stop`, a part for each segment."""
-    found = []
+    """The slots `start..stop`, a part for each segment. A single page beside others keeps its
+    table, so that a kernel can read all pages of a slab in one go."""
+    found, alone = [], len(segments) == 1
     for segment in segments:
         begin = max(start, segment.first * page_size)
         end = min(stop, (segment.first + segment.size) * page_size)
         if begin < end:
-            found.append(segment.part(page_size, begin, end))
+            found.append(segment.part(page_size, begin, end, viewed=alone or segment.size > 1))
     return tuple(found)
 
 

@@ -29,7 +29,7 @@ from regard.masks import (
 )
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.common import addend, is_finite
-from regard.ops.backends.fused import LEAST_PAGE, is_readable
+from regard.ops.backends.fused import LEAST_PAGE, reads_pages, source_of
 from regard.ops.call import Call
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.observed import CALLS, report_backend
@@ -330,16 +330,10 @@ class PagedStep(NamedTuple):
 def sources_of(cache: PagedCache) -> list[Any]:
     """The pages that a step reads, as the kernel takes them, with room for the new token in those
     of the last source; none if it opens or fills a page, or the kernel does not read its codes."""
-    from regard.ops.kernels.merging import Source
-    from regard.ops.kernels.tiles import KeyPages
-
-    size = cache.memory.page_size
-    sources = [
-        Source(keys, values, KeyPages(table, size, 0, tokens))
-        for (keys, values), table, tokens in cache.pages_of_step()
-    ]
-    codes = [x for source in sources[:-1] for x in source[:2] if x is not None]
-    return sources if all(is_readable(x, size) for x in codes) else []
+    *others, last = cache.pages_of_step() or [()]
+    if not last or not all(map(reads_pages, others)):
+        return []
+    return [source_of(*streams) for streams in (*others, last)]
 
 
 def _in_pages(prepared: Prepared, cache: PagedCache) -> PagedStep | None:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
-from regard.cache.paging.reading import PagedStream
+from regard.cache.paging.reading import PagedStream, by_slab
 from regard.cache.parts import AnyStream, Part, to_tensor
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
@@ -115,7 +115,7 @@ def run_parts(
             return None
     if BACKEND_RUNS:
         report_backend(run)
-    every = [_source(*part.stored) for part in parts]
+    every = [source_of(*streams) for streams in by_slab(part.stored for part in parts)]
     out = decode_all(_rows(call, q), every, scale=call.scale, width=call.v_head_dim)
     return unfold_heads(out, call.num_queries).to(call.dtype)
 
@@ -127,8 +127,8 @@ def _reads(stored: Sequence[AnyStream]) -> bool:
     return all(isinstance(each, Tensor | QuantizedStream) for each in stored)
 
 
-def _source(k: AnyStream, v: AnyStream | None = None) -> Any:
-    """The streams of a part as the kernel reads them; a single stream has both."""
+def source_of(k: AnyStream, v: AnyStream | None = None) -> Any:
+    """The streams of keys as the kernel reads them; a single stream has the values, too."""
     from regard.ops.kernels.merging import Source
 
     if isinstance(k, PagedStream):

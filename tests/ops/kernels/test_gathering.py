@@ -16,8 +16,8 @@ LANES = pytest.mark.parametrize("lanes", [16, 8, 4])
 
 @LANES
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("prefetching", [False, True])
-def test_add_weighted_sums_a_strip_key_after_key(lanes, half, prefetching):
+@pytest.mark.parametrize("requested", ["nothing", "the next keys", "far values"])
+def test_add_weighted_sums_a_strip_key_after_key(lanes, half, requested):
     tile = tile_of(lanes, half=half)
     keys, values = stored(tile, random(7, tile.value_width))
     weights, sums = random(tile.rows, tile.block), random(tile.rows, tile.value_width)
@@ -26,16 +26,18 @@ def test_add_weighted_sums_a_strip_key_after_key(lanes, half, prefetching):
         wanted = Specification(tile, has_fma()).add_product(weight[:, None], value, wanted)
     assert tile.strip == tile.value_width
     given = tile, 5, weights, keys, keys.strides[0], sums
-    if prefetching:
-        run(gathering.add_weighted_and_prefetch, *given, keys, keys.strides[0])
-    else:
+    if requested == "nothing":
         run(gathering.add_weighted, *given)
+    else:
+        far = keys if requested == "far values" else 0
+        run(gathering.add_weighted_and_prefetch, *given, keys, keys.strides[0], far)
     np.testing.assert_array_equal(sums, wanted)
 
 
 @LANES
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_add_weighted_codes_sums_what_they_stand_for(lanes, bits):
+def test_add_weighted_codes_sums_what_they_stand_for(lanes, bits, far):
     form = Format(bits, 16)
     tile = tile_of(lanes)._replace(value_width=96, v=form, direct=True)
     codes, scales, values = coded(tile, form, 96, 7)
@@ -44,5 +46,5 @@ def test_add_weighted_codes_sums_what_they_stand_for(lanes, bits):
     for weight, value in zip(weights.T, values[:5], strict=False):
         wanted = Specification(tile, has_fma()).add_product(weight[:, None], value, wanted)
     given = weights, codes, codes.strides[0], scales, scales.strides[0], sums
-    run(gathering.add_weighted_codes, tile, 5, *given, codes, codes.strides[0])
+    run(gathering.add_weighted_codes, tile, 5, *given, codes, codes.strides[0], codes if far else 0)
     np.testing.assert_array_equal(sums, wanted)

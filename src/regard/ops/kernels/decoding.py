@@ -127,10 +127,11 @@ def attend(tile, call, padded, pair, first, queries, part):
         ahead, far = next_block(tile, call, batch, at, j), far_ahead(tile, call, batch, j)
         request_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
                        v_scales + ahead * v_pace, v_pace)  # fmt: skip
+        k_far, v_far = 0, 0
         if is_far(tile, ahead, far):
-            request_far(tile, keys + far * k_stride, k_stride, values + far * v_stride, v_stride,
-                        k_scales + k_row(tile, call, far) * k_pace,
-                        v_scales + far * v_pace)  # fmt: skip
+            k_far = keys + far * k_stride
+            v_far = 0 if tile.joined else values + far * v_stride
+            request_lines(tile, k_scales + k_row(tile, call, far) * k_pace, v_scales + far * v_pace)
         k, of_k = keys + at * k_stride, k_scales + k_row(tile, call, at) * k_pace
         v, of_v = values + at * v_stride, v_scales + at * v_pace
         apart = 0 if tile.k.by_page else k_pace  # from the scales of a key to those of the next
@@ -142,11 +143,11 @@ def attend(tile, call, padded, pair, first, queries, part):
                          4 * call.positions_row, floating)  # fmt: skip
             k, k_read = floating, 4 * tile.width
         score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, integers, floating,
-              scores)  # fmt: skip
+              scores, k_far, k_stride)  # fmt: skip
         softmax(tile, call, padded, count, bias, scores, part)
         v, v_read = floating_values(tile, count, v, v_stride, of_v, v_pace, floating)
         gather(tile, padded, count, scores, v, v_read, of_v, v_pace, integers, floating, part,
-               keys + ahead * k_stride, k_stride)  # fmt: skip
+               keys + ahead * k_stride, k_stride, k_far, v_far)  # fmt: skip
 
 
 @part
@@ -203,18 +204,16 @@ def k_row(tile, call, at):
 @part
 @no_type_check
 def is_far(tile, ahead, far):
-    """Whether to request the block at `far`, `FAR` blocks after that at `ahead`: always of float32,
-    else if pages between the two are not in order in memory."""
+    """Whether to request the block at `far`, `FAR` blocks after that at `ahead`, long before it is
+    read: always of float32, else if pages between the two are not in order in memory: at a page
+    that follows no other, memory is found anew and the processor foresees no read."""
     return tile.requests_all or (tile.paged and far - ahead != FAR * tile.block)
 
 
 @part
 @no_type_check
-def request_far(tile, k, k_stride, v, v_stride, of_k, of_v):
-    """Requests a block of keys and values, and their first scales, long before they are read: at a
-    page that follows no other, memory is found anew and the processor foresees no read."""
-    for u in range(tile.block):
-        prefetch_far(tile, k + u * k_stride, v + u * v_stride)
+def request_lines(tile, of_k, of_v):
+    """Requests the first scales of keys and values long before they are read."""
     if tile.k.quantized:
         prefetch_line(tile, of_k)
     if tile.v_quantized:
@@ -281,17 +280,21 @@ def round_all(tile, padded, queries, page_scales, integers):
 @part
 @no_type_check
 def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, integers, floating,
-          scores):  # fmt: skip
+          scores, k_far, k_apart):  # fmt: skip
     """Scores of all rows and the block's keys; meanwhile the block's values are prefetched, all of
-    them before products of integers, which wait for less."""
+    them before products of integers, which wait for less; or the keys at `k_far`, if it is not 0:
+    memory is read faster where its rows are near those that are read now."""
     if tile.k.by_page:
         round_all(tile, padded, queries, of_k, integers)
     spread_key_scales(tile, count, of_k, k_pace, floating)
     for r in range(0, padded, tile.rows):
         for i in range(0, count, tile.keys):
-            if r == 0 and not tile.joined:
+            if r == 0:
                 for u in range(i, min(count, i + tile.keys)):
-                    prefetch_value(tile, v + u * v_stride)
+                    if k_far and not tile.v_integers:
+                        prefetch_far(tile, k_far + u * k_apart)
+                    elif not tile.joined:
+                        prefetch_value(tile, v + u * v_stride)
             dot_products(tile, queries + r * tile.query_bytes, k, k_stride, of_k, k_pace, i,
                          count - 1, scores + 4 * r * tile.block)  # fmt: skip
     for r in range(0, padded if tile.k_integers else 0, tile.rows):
@@ -324,8 +327,9 @@ def softmax(tile, call, padded, count, bias, scores, part):
 @part
 @no_type_check
 def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, integers, floating, part, k_next,
-           k_stride):  # fmt: skip
-    """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched."""
+           k_stride, k_far, v_far):  # fmt: skip
+    """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched, or the
+    values at `v_far`, if it is not 0; with products of integers both, and the keys at `k_far`."""
     done = 0
     if tile.v_integers:
         spread_value_scales(tile, count, of_v, v_pace, floating)
@@ -333,10 +337,12 @@ def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, integers, flo
             of_rows = integers + r // tile.rows * tile.integer_bytes
             round_weights(tile, scores + 4 * r * tile.block, of_rows, floating)
             add_weighted_integers(tile, count, v, v_stride, of_rows, part + r * tile.sum_bytes,
-                                  k_next if r == 0 else v, k_stride)  # fmt: skip
+                                  k_next if r == 0 else v, k_stride, k_far or k_next,
+                                  v_far or v)  # fmt: skip
         padded = 0
     elif tile.v_direct:
-        add_weighted_codes(tile, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride)
+        add_weighted_codes(tile, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride,
+                           v_far)  # fmt: skip
         padded = 0
     for r in range(0, padded, tile.rows):
         for c in range(0, tile.value_width, tile.strip):
@@ -345,7 +351,7 @@ def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, integers, flo
             if done < tile.prefetches:
                 ahead = k_next + done * tile.prefetch_bytes
                 add_weighted_and_prefetch(tile, count, weights, values, v_stride, sums, ahead,
-                                          k_stride)  # fmt: skip
+                                          k_stride, v_far)  # fmt: skip
             else:
                 add_weighted(tile, count, weights, values, v_stride, sums)
             done += 1

@@ -18,19 +18,20 @@ def add_weighted(e, tile, count, weights, values, stride, sums):
 
 @emits(types.void)
 @no_type_check
-def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace):
+def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace, far):
     """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
-    apart."""
+    apart; or the values at `far`, if it is not 0."""
 
     def prefetch(j):
-        e.prefetch(tile.prefetch_bytes, e.builder.add(ahead, e.builder.mul(j, pace)))
+        _prefetch(e, tile, e.builder.add(ahead, e.builder.mul(j, pace)), far, j, stride)
 
     _add_weighted(e, tile, count, weights, values, stride, sums, prefetch)
 
 
 @emits(types.void)
 @no_type_check
-def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sums, ahead, apart):
+def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sums, ahead, apart,
+                       far):  # fmt: skip
     """`add_weighted_and_prefetch` of all columns, of codes that are dequantised in registers."""
     b = e.builder
     dequantises = tile.v_direct and not tile.v_integers
@@ -44,9 +45,20 @@ def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sum
 
         def prefetch(j, first=first):
             if not first:
-                e.prefetch(tile.prefetch_bytes, b.add(ahead, b.mul(j, apart)))
+                _prefetch(e, tile, b.add(ahead, b.mul(j, apart)), far, j, stride)
 
         _accumulate(e, tile, count, weights, b.add(sums, INT64(4 * first)), values, prefetch)
+
+
+@no_type_check
+def _prefetch(e, tile, near, far, j, stride):
+    """Request a part of the row at `near`; or value j of those at `far`, if it is not 0."""
+    with e.builder.if_else(e.builder.icmp_signed("!=", far, INT64(0))) as (yes, no):
+        with yes:
+            address = e.builder.add(far, e.builder.mul(j, stride))
+            e.prefetch(tile.v.bytes(tile.value_width), address, 2)
+        with no:
+            e.prefetch(tile.prefetch_bytes, near)
 
 
 @no_type_check

@@ -287,15 +287,26 @@ def round_weights(e, tile, weights, memory, block):
 
 @emits(types.void)
 @no_type_check
-def add_weighted_integers(e, tile, count, codes, stride, memory, sums, ahead, apart):
+def add_weighted_integers(e, tile, count, codes, stride, memory, sums, ahead, apart, k_far, v_far):
     """sums[m, :] += the rounded weights of row m times the codes of a block, scaled, and offsets.
-    Meanwhile requests rows at `ahead`, `apart` bytes apart: the keys of the next block."""
+    Meanwhile requests rows at `ahead`, `apart` bytes apart: the keys of the next block; of pages,
+    also keys at `k_far` and values at `v_far`."""
+    b = e.builder
+
+    def prefetch(j):
+        """Request the keys and values of token j."""
+        of_keys, of_k = b.mul(j, apart), tile.k.bytes(tile.width)
+        e.prefetch(of_k, b.add(ahead, of_keys), 2)
+        if tile.paged:
+            e.prefetch(of_k, b.add(k_far, of_keys), 2)
+            e.prefetch(tile.v.bytes(tile.value_width), b.add(v_far, b.mul(j, stride)), 2)
+
     for first in range(0, tile.value_width, tile.strip) if tile.v_integers else ():
-        _add_strip(e, tile, count, codes, stride, memory, sums, first, ahead, apart)
+        _add_strip(e, tile, count, codes, stride, memory, sums, first, prefetch)
 
 
 @no_type_check
-def _add_strip(e, tile, count, codes, stride, memory, sums, first, ahead, apart):
+def _add_strip(e, tile, count, codes, stride, memory, sums, first, prefetch):
     b, at = e.builder, of_rows(tile)
     of_row = tile.strip // e.lanes
     cells = [[e.variable(e.word(0)) for _ in range(of_row)] for _ in range(tile.rows)]
@@ -305,7 +316,7 @@ def _add_strip(e, tile, count, codes, stride, memory, sums, first, ahead, apart)
         after = b.select(b.icmp_signed("<", after, count), after, j)
         rows = [b.add(codes, b.mul(x, stride)) for x in (j, after)]
         for token in (j, after) if not first else ():
-            e.prefetch(tile.k.bytes(tile.width), b.add(ahead, b.mul(token, apart)), 2)
+            prefetch(token)
         for n, (channel, words) in enumerate(value_words(e, tile, rows, first)):
             for m in range(tile.rows):
                 place = at.weights + 2 * tile.block * _number(tile, channel, m)

@@ -163,12 +163,10 @@ def prefetch_value(e, tile, address):
 
 @emits(types.void)
 @no_type_check
-def prefetch_far(e, tile, keys, values):
-    """Request a row of keys and one of values long before they are needed: for the second cache,
-    since the first has no room for a page."""
-    e.prefetch(tile.k.bytes(tile.width), keys, 2)
-    if not tile.joined:
-        e.prefetch(tile.v.bytes(tile.value_width), values, 2)
+def prefetch_far(e, tile, address):
+    """Request a row of keys long before it is needed: for the second cache, since the first has no
+    room for a page."""
+    e.prefetch(tile.k.bytes(tile.width), address, 2)
 
 
 @emits(types.void)

@@ -348,10 +348,11 @@ def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, integers, flo
         for c in range(0, tile.value_width, tile.strip):
             weights, values = scores + 4 * r * tile.block, v + tile.v_read * c
             sums = part + r * tile.sum_bytes + 4 * c
-            if done < tile.prefetches:
+            if done < (tile.requests if v_far else tile.prefetches):
                 ahead = k_next + done * tile.prefetch_bytes
+                far = v_far + done * tile.request_bytes if v_far else 0
                 add_weighted_and_prefetch(tile, count, weights, values, v_stride, sums, ahead,
-                                          k_stride, v_far)  # fmt: skip
+                                          k_stride, far)  # fmt: skip
             else:
                 add_weighted(tile, count, weights, values, v_stride, sums)
             done += 1

@@ -20,7 +20,7 @@ def add_weighted(e, tile, count, weights, values, stride, sums):
 @no_type_check
 def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace, far):
     """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
-    apart; or the values at `far`, if it is not 0."""
+    apart; or `request_bytes` of the values at `far`, if it is not 0."""
 
     def prefetch(j):
         _prefetch(e, tile, e.builder.add(ahead, e.builder.mul(j, pace)), far, j, stride)
@@ -44,21 +44,23 @@ def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sum
             return [found[c] for c in columns]
 
         def prefetch(j, first=first):
-            if not first:
-                _prefetch(e, tile, b.add(ahead, b.mul(j, apart)), far, j, stride)
+            _prefetch(e, tile, b.add(ahead, b.mul(j, apart)), far, j, stride, first // tile.strip)
 
         _accumulate(e, tile, count, weights, b.add(sums, INT64(4 * first)), values, prefetch)
 
 
 @no_type_check
-def _prefetch(e, tile, near, far, j, stride):
-    """Request a part of the row at `near`; or value j of those at `far`, if it is not 0."""
-    with e.builder.if_else(e.builder.icmp_signed("!=", far, INT64(0))) as (yes, no):
+def _prefetch(e, tile, near, far, j, stride, strip=0):
+    """Request a part of the row at `near`, once; or the strip's part of value j of those at `far`,
+    if it is not 0."""
+    b, part = e.builder, INT64(strip * tile.request_bytes)
+    with b.if_else(b.icmp_signed("!=", far, INT64(0))) as (yes, no):
         with yes:
-            address = e.builder.add(far, e.builder.mul(j, stride))
-            e.prefetch(tile.v.bytes(tile.value_width), address, 2)
+            if strip < tile.requests:
+                e.prefetch(tile.request_bytes, b.add(b.add(far, part), b.mul(j, stride)), 2)
         with no:
-            e.prefetch(tile.prefetch_bytes, near)
+            if strip < tile.prefetches:
+                e.prefetch(tile.prefetch_bytes, near)
 
 
 @no_type_check

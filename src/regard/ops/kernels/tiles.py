@@ -196,6 +196,17 @@ class Tile(NamedTuple):
         return -(-self.k.bytes(self.width) // self.prefetches // LINE) * LINE
 
     @property
+    def requests(self) -> int:
+        """Into how many strips the requests of far values are divided: of a line at least."""
+        lines = -(-self.v.bytes(self.value_width) // LINE)
+        return min(self.value_width // self.strip, lines)
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of each far value that one strip requests: whole cache lines."""
+        return -(-self.v.bytes(self.value_width) // self.requests // LINE) * LINE
+
+    @property
     def requests_all(self) -> bool:
         """Whether every block is requested long before it is read: of float32, which has most bytes
         for each product. Otherwise a block of a page that does not follow the last one in memory is

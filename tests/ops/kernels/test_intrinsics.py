@@ -72,13 +72,11 @@ def test_dot_products_of_codes_are_those_of_what_they_stand_for(lanes, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_prefetch_line_and_prefetch_key_scales_and_prefetch_value_scales_change_nothing(bits):
+def test_prefetch_scales_changes_nothing(bits):
     form = Format(bits, 16)
     tile = tile_of(16, k=form, v=form)
     for address in (0, 1 << 62):  # without memory, which is no error
-        run(intrinsics.prefetch_line, tile, address)
-        run(intrinsics.prefetch_key_scales, tile, address, 12)
-        run(intrinsics.prefetch_value_scales, tile, address, 12)
+        run(intrinsics.prefetch_scales, tile, address, 12, address, 12)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -236,5 +234,5 @@ def test_fused_rounds_once():
 def test_every_intrinsic_has_its_test():
     found = {name for name, x in vars(intrinsics).items() if type(x).__name__ == "_Intrinsic"}
     tested = " ".join(name for name in globals() if name.startswith("test_"))
-    assert len(found) == 24
+    assert len(found) == 22
     assert all(name in tested for name in found)

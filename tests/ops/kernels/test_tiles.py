@@ -36,6 +36,7 @@ def divides(tile):
         and tile.block % tile.keys == 0
         and tile.prefetch_bytes % LINE == 0
         and tile.prefetch_bytes * tile.prefetches >= tile.k.bytes(tile.width)
+        and tile.request_bytes * tile.requests >= tile.v.bytes(tile.value_width)
         and tile.part_bytes % (4 * tile.lanes) == 0
     )
 

@@ -54,10 +54,8 @@ from regard.ops.kernels.intrinsics import (
     next_number,
     numbers,
     prefetch_far,
-    prefetch_key_scales,
-    prefetch_line,
+    prefetch_scales,
     prefetch_value,
-    prefetch_value_scales,
     scale_sums,
     store_row,
     visible_keys,
@@ -124,14 +122,16 @@ def attend(tile, call, padded, pair, first, queries, part):
         count = visible(tile, call, count, bias)
         if count == 0:
             continue
-        ahead, far = next_block(tile, call, batch, at, j), far_ahead(tile, call, batch, j)
-        request_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
-                       v_scales + ahead * v_pace, v_pace)  # fmt: skip
+        ahead, last = next_block(tile, call, batch, at, j), call.keys - 1
+        far, _ = block_at(tile, call, batch, min(last, j + FAR * tile.block), call.keys)
+        prefetch_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
+                        v_scales + ahead * v_pace, v_pace)  # fmt: skip
         k_far, v_far = 0, 0
         if is_far(tile, ahead, far):
             k_far = keys + far * k_stride
             v_far = 0 if tile.joined else values + far * v_stride
-            request_lines(tile, k_scales + k_row(tile, call, far) * k_pace, v_scales + far * v_pace)
+            prefetch_scales(tile, k_scales + k_row(tile, call, far) * k_pace, k_pace,
+                            v_scales + far * v_pace, v_pace)  # fmt: skip
         k, of_k = keys + at * k_stride, k_scales + k_row(tile, call, at) * k_pace
         v, of_v = values + at * v_stride, v_scales + at * v_pace
         apart = 0 if tile.k.by_page else k_pace  # from the scales of a key to those of the next
@@ -188,14 +188,6 @@ def next_block(tile, call, batch, at, j):
 
 @part
 @no_type_check
-def far_ahead(tile, call, batch, j):
-    """The position in memory of the key some blocks after key `j`, at most that of the last key."""
-    far, _ = block_at(tile, call, batch, min(call.keys - 1, j + FAR * tile.block), call.keys)
-    return far
-
-
-@part
-@no_type_check
 def k_row(tile, call, at):
     """The row of the scales of the key at `at`: its own, or that of its page."""
     return at // call.page if tile.k.by_page else at
@@ -208,26 +200,6 @@ def is_far(tile, ahead, far):
     read: always of float32, else if pages between the two are not in order in memory: at a page
     that follows no other, memory is found anew and the processor foresees no read."""
     return tile.requests_all or (tile.paged and far - ahead != FAR * tile.block)
-
-
-@part
-@no_type_check
-def request_lines(tile, of_k, of_v):
-    """Requests the first scales of keys and values long before they are read."""
-    if tile.k.quantized:
-        prefetch_line(tile, of_k)
-    if tile.v_quantized:
-        prefetch_line(tile, of_v)
-
-
-@part
-@no_type_check
-def request_scales(tile, of_k, k_pace, of_v, v_pace):
-    """Requests the scales of the next block."""
-    if tile.k.quantized:
-        prefetch_key_scales(tile, of_k, k_pace)
-    if tile.v_quantized:
-        prefetch_value_scales(tile, of_v, v_pace)
 
 
 @part

@@ -20,7 +20,7 @@ def add_weighted(e, tile, count, weights, values, stride, sums):
 @no_type_check
 def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace, far):
     """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
-    apart; or `request_bytes` of the values at `far`, if it is not 0."""
+    apart; or a part of the values at `far`, if it is not 0."""
 
     def prefetch(j):
         _prefetch(e, tile, e.builder.add(ahead, e.builder.mul(j, pace)), far, j, stride)
@@ -53,11 +53,11 @@ def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sum
 def _prefetch(e, tile, near, far, j, stride, strip=0):
     """Request a part of the row at `near`, once; or the strip's part of value j of those at `far`,
     if it is not 0."""
-    b, part = e.builder, INT64(strip * tile.request_bytes)
+    b, part = e.builder, tile.request_bytes
     with b.if_else(b.icmp_signed("!=", far, INT64(0))) as (yes, no):
         with yes:
             if strip < tile.requests:
-                e.prefetch(tile.request_bytes, b.add(b.add(far, part), b.mul(j, stride)), 2)
+                e.prefetch(part, b.add(b.add(far, INT64(strip * part)), b.mul(j, stride)), 2)
         with no:
             if strip < tile.prefetches:
                 e.prefetch(tile.prefetch_bytes, near)

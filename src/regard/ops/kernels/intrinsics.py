@@ -171,31 +171,17 @@ def prefetch_far(e, tile, address):
 
 @emits(types.void)
 @no_type_check
-def prefetch_key_scales(e, tile, address, pace):
-    """Request the scales of a block of keys, `pace` bytes apart; one row where they share them."""
-    rows = 1 if tile.k.by_page else tile.block
-    _prefetch_scales(e, rows, address, pace, 4 * -(-tile.width // max(1, tile.k.group)))
-
-
-@emits(types.void)
-@no_type_check
-def prefetch_value_scales(e, tile, address, pace):
-    """Request the scales of a block of values."""
-    _prefetch_scales(e, tile.block, address, pace, 4 * -(-tile.value_width // max(1, tile.v.group)))
-
-
-@no_type_check
-def _prefetch_scales(e, rows, address, pace, size):
-    step = max(1, LINE // size)
-    for j in range(0, rows, step):
-        e.prefetch(size, e.builder.add(address, e.builder.mul(INT64(j), pace)))
-
-
-@emits(types.void)
-@no_type_check
-def prefetch_line(e, tile, address):
-    """Request one cache line."""
-    e.prefetch(LINE, address)
+def prefetch_scales(e, tile, of_k, k_pace, of_v, v_pace):
+    """Request the scales of a block's keys, one row where they share them, and of its values."""
+    b, found = e.builder, []
+    if tile.k.quantized:
+        found.append((tile.k, tile.width, 1 if tile.k.by_page else tile.block, of_k, k_pace))
+    if tile.v_quantized:
+        found.append((tile.v, tile.value_width, tile.block, of_v, v_pace))
+    for form, width, rows, address, pace in found:
+        size = 4 * -(-width // form.group)
+        for j in range(0, rows, max(1, LINE // size)):
+            e.prefetch(size, b.add(address, b.mul(INT64(j), pace)))
 
 
 # ---- codes -------------------------------------------------------------------------------------

@@ -197,9 +197,8 @@ class Tile(NamedTuple):
 
     @property
     def requests(self) -> int:
-        """Into how many strips the requests of far values are divided: of a line at least."""
-        lines = -(-self.v.bytes(self.value_width) // LINE)
-        return min(self.value_width // self.strip, lines)
+        """Into how many strips the requests of far values are divided."""
+        return min(self.value_width // self.strip, -(-self.v.bytes(self.value_width) // LINE))
 
     @property
     def request_bytes(self) -> int:

@@ -122,8 +122,7 @@ def attend(tile, call, padded, pair, first, queries, part):
         count = visible(tile, call, count, bias)
         if count == 0:
             continue
-        ahead, last = next_block(tile, call, batch, at, j), call.keys - 1
-        far, _ = block_at(tile, call, batch, min(last, j + FAR * tile.block), call.keys)
+        ahead, far = next_blocks(tile, call, batch, at, j)
         prefetch_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
                         v_scales + ahead * v_pace, v_pace)  # fmt: skip
         k_far, v_far = 0, 0
@@ -138,9 +137,8 @@ def attend(tile, call, padded, pair, first, queries, part):
         k, k_read = floating_keys(tile, count, k, k_stride, of_k, apart, floating)
         if tile.k.rebuilt:
             place = call.positions + 4 * (batch * call.positions_batch + at * call.positions_row)
-            weights = floating + tile.block_bytes - tile.weights_bytes
-            rebuild_keys(tile, count, k, k_read, weights, call.cos, call.sin, place,
-                         4 * call.positions_row, floating)  # fmt: skip
+            rebuild_keys(tile, count, k, k_read, floating + tile.block_bytes - tile.weights_bytes,
+                         call.cos, call.sin, place, 4 * call.positions_row, floating)  # fmt: skip
             k, k_read = floating, 4 * tile.width
         score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, integers, floating,
               scores, k_far, k_stride)  # fmt: skip
@@ -178,12 +176,14 @@ def block_at(tile, call, batch, j, stop):
 
 @part
 @no_type_check
-def next_block(tile, call, batch, at, j):
-    """The position of key `j`, where the block after that at `at` begins."""
-    following = at + tile.block
+def next_blocks(tile, call, batch, at, j):
+    """The position of key `j`, where the block after that at `at` begins, and of the key some
+    blocks later, at most the last one."""
+    following, last = at + tile.block, call.keys - 1
     if tile.paged and j < call.keys:
         following, _ = block_at(tile, call, batch, j, call.keys)
-    return following
+    far, _ = block_at(tile, call, batch, min(last, j + FAR * tile.block), call.keys)
+    return following, far
 
 
 @part

@@ -64,7 +64,8 @@ of a cache is read where it lies. With `joined` the values are the first columns
 
 Keys and values may lie in pages of a memory that many sequences share, `[1, G, tokens, W]`: a table
 has the numbers of a sequence's pages, in order. A block is then of one page. Where a page does not
-follow the one before it in memory, its blocks are requested some blocks before they are read.
+follow the one before it in memory, its rows are requested some blocks before they are read, a few
+at a time: keys while keys are read, and values while values are.
 
 The workspace, one for each calling thread, everything in float32 but the counters (int64):
 

@@ -258,3 +258,13 @@ def test_pages_of_one_slab_are_joined_and_other_streams_stay(start):
     assert torch.equal(keys.to_tensor(), held)
     other = (torch.randn(1, 2, 3, 8),) * 2
     assert by_slab([other, codes]) == [other, codes]
+
+
+def test_streams_that_end_within_a_page_are_not_joined_with_others_of_their_slab():
+    """As those of two sequences of one pool, whose parts a caller puts one after the other."""
+    pool, new = PagePool(40, 4), torch.randn(2, 1, 2, 7, 8)
+    caches = [PagedCache(pool) for _ in range(2)]
+    for cache in caches:
+        cache.update(*new)
+    stored = [segments_of(cache.rows)[0].paged(4, 0, 7) for cache in caches]
+    assert by_slab(stored) == stored

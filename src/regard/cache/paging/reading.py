@@ -246,18 +246,24 @@ def by_slab(found: Iterable[Sequence[AnyStream]]) -> list[Sequence[AnyStream]]:
     for streams in found:
         one = streams[0]
         key = id(one.slab if isinstance(one, PagedStream) else one)
-        slabs[key] = _followed(slabs.pop(key), streams) if key in slabs else streams
+        before = slabs.get(key)
+        whole = None if before is None else _followed(before, streams)
+        if whole is not None:
+            del slabs[key]  # the joined streams are last
+        slabs[key if whole or before is None else id(streams)] = whole or streams
     return [*slabs.values()]
 
 
-def _followed(before: Sequence[AnyStream], after: Sequence[AnyStream]) -> Sequence[AnyStream]:
-    """The streams in whole pages, followed by others in the same slab, in one table."""
-    one, other = before[0], after[0]
-    assert isinstance(one, PagedStream) and isinstance(other, PagedStream), "of one slab"
-    assert not other.start and not (one.start + one.length) % one.page_size, "parts are in order"
-    table, length = torch.cat([one.table, other.table], 1), one.length + other.length
-    whole = one._replace(table=table, length=length)
-    return [whole._replace(slab=each.slab) for each in before if isinstance(each, PagedStream)]
+def _followed(one: Sequence[AnyStream], two: Sequence[AnyStream]) -> Sequence[AnyStream] | None:
+    """The streams in pages, followed by others in the same slab, in one table; None if the first
+    end, or the others begin, within a page."""
+    first, then = one[0], two[0]
+    assert isinstance(first, PagedStream) and isinstance(then, PagedStream), "of one slab"
+    if then.start or (first.start + first.length) % first.page_size:
+        return None
+    table, length = torch.cat([first.table, then.table], 1), first.length + then.length
+    whole = first._replace(table=table, length=length)
+    return [whole._replace(slab=each.slab) for each in one if isinstance(each, PagedStream)]
 
 
 _Column = list[Page | None]  # the page of each row

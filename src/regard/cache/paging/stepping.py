@@ -45,11 +45,8 @@ class Stepping:
     def pages_of_step(self) -> list[Sequence[AnyStream]]:
         """The streams of `segments_of_step` by slab, that of open pages last; none if rows share
         pages, or have a page in different slabs."""
-        size, stop, segments = (
-            self.memory.page_size,
-            self._lengths.longest + 1,
-            self.segments_of_step,
-        )
+        size, stop = self.memory.page_size, self._lengths.longest + 1
+        segments = self.segments_of_step
         if any(each.table is None for each in segments):
             return []
         found = [each.paged(size, each.first * size, stop) for each in segments]

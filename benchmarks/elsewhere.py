@@ -67,8 +67,8 @@ from regard.hf.packages import quiet
 LENGTH = 512  # tokens of a window
 MANY = ", many kinds"  # the end of names of rows that are calibrated on them, too
 # and of rows whose layers are refined, by the passes
-NAMES = {2: "", 4: " in four passes", 8: " in eight passes", 16: " in sixteen passes"}
-REFINED = {passes: f", refined{name}" for passes, name in NAMES.items()}
+PASSES = {2: "", 4: " in four passes", 8: " in eight passes", 16: " in sixteen passes"}
+REFINED = {passes: f", refined{name}" for passes, name in PASSES.items()}
 HEALED = ", healed"  # and of rows that are trained afterwards
 # after that, of rows that were trained on text of the model, without the calibration's or with it
 ON = {"none": "", "only": " on its own text", "half": " on both texts"}

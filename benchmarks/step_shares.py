@@ -17,7 +17,7 @@ import torch
 from common import finish, introduce, read_bandwidth
 
 import regard.hf
-from regard.ops.kernels import chaining, model_stepping
+from regard.ops.kernels import chaining, sequencing
 
 WARMING = 3  # steps that are not counted: the first is recorded, the next touch new memory
 
@@ -45,9 +45,9 @@ def main() -> None:
 
         return run
 
-    of_layers, of_vocabulary = model_stepping.launch, chaining.launch
+    of_layers, of_vocabulary = sequencing.launch, chaining.launch
     with (
-        patch.object(model_stepping, "launch", timed("layers", of_layers)),
+        patch.object(sequencing, "launch", timed("layers", of_layers)),
         patch.object(chaining, "launch", timed("vocabulary", of_vocabulary)),
     ):
         for _ in range(WARMING + options.rounds):

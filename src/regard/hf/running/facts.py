@@ -15,26 +15,30 @@ class Facts(NamedTuple):
     homes: tuple[dict[str, Any], ...]
     keys: tuple[str, ...]  # one of each dictionary
     values: tuple[Any, ...]  # None of a key that is not there
-    hooks: tuple[dict[int, Any], ...]
+    unhooked: tuple[dict[int, Any], ...]  # dictionaries without a hook
+    hooks: tuple[dict[int, Any], ...]  # and with some
     numbers: list[tuple[int, ...]]  # of the hooks
 
     @classmethod
     def of(cls, entries: Iterable[tuple[Any, str]], hooks: Iterable[Any]) -> "Facts":
         """The present facts: `entries` are dictionaries and keys, `hooks` dictionaries of hooks."""
         homes, keys = [*zip(*entries, strict=True)] or ((), ())
-        hooks = tuple(hooks)
-        return cls(homes, keys, (*map(dict.get, homes, keys),), hooks, [*map(tuple, hooks)])
+        every = tuple(hooks)
+        unhooked, hooked = (tuple(x for x in every if bool(x) is has) for has in (False, True))
+        values = tuple(map(dict.get, homes, keys))
+        return cls(homes, keys, values, unhooked, hooked, [*map(tuple, hooked)])
 
     @classmethod
     def joined(cls, parts: Iterable["Facts"]) -> "Facts":
         """All of these facts."""
-        homes, keys, values, hooks, numbers = map(chain.from_iterable, zip(*parts, strict=True))
-        return cls(tuple(homes), tuple(keys), tuple(values), tuple(hooks), [*numbers])
+        *fields, numbers = map(chain.from_iterable, zip(*parts, strict=True))
+        return cls(*map(tuple, fields), [*numbers])
 
     def hold(self) -> bool:
         """Whether the facts are as they were. The loops run in C: a model has some 2,000 facts."""
-        same = all(map(is_, map(dict.get, self.homes, self.keys), self.values))
-        return same and [*map(tuple, self.hooks)] == self.numbers
+        if any(self.unhooked) or [*map(tuple, self.hooks)] != self.numbers:
+            return False
+        return all(map(is_, map(dict.get, self.homes, self.keys), self.values))
 
 
 NO_FACTS = Facts.of((), ())

@@ -67,13 +67,23 @@ class InstalledStep(NamedTuple):
 
     def fits(self, cache: Any, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the step."""
+        return self.is_over(cache) and self.takes(x)
+
+    def is_over(self, cache: Any) -> bool:
+        """Whether the cache has the buffers of the step, and room, and the rates are those by which
+        it was chosen."""
         if cache.buffers is not self.held or cache.length >= self.most:
             return False
+        return cache.lengths.rows is None and SPEED.version == self.version
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the input `x` is like that of the step, and wants no gradient, other dtype or
+        record of the call."""
         if x.shape != self.shape or x.dtype is not self.dtype or not is_immediate(x):
             return False
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or in_backward():
             return False
-        return not CALLS and cache.lengths.rows is None and SPEED.version == self.version
+        return not CALLS
 
     def run(
         self, family: Family, module: Any, heads: Projected, given: Mapping[str, Any]

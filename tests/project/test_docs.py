@@ -111,6 +111,7 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("other_kernels.py --rounds 1 --keys 64 --tokens 32", marks=SLOW),
         pytest.param("step_costs.py --rounds 3", marks=SLOW),
         pytest.param("step_shares.py --rounds 1 --context 16", marks=SLOW),
+        pytest.param("huge_pages.py --rounds 1 --context 16", marks=SLOW),
         pytest.param("full_pages.py --rounds 1 --context 16 --tokens 60", marks=SLOW),
         "scattered_reads.py --mib 4 --rounds 1",
         pytest.param("training_window.py --rounds 1 --length 64 --heads 4 2", marks=SLOW),

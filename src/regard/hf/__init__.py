@@ -17,6 +17,7 @@ from regard.hf.generating.condensing import condense
 from regard.hf.generating.text import Written, write
 from regard.hf.loading.checkpoints import load
 from regard.hf.loading.default_model import SMOLLM2, fetch_smollm2, smollm2
+from regard.hf.loading.huge_pages import to_huge_pages
 from regard.hf.loading.untrusted import CheckpointError
 from regard.hf.placing.place import place
 from regard.hf.running.installing import Installation, InstalledLayer, install, uninstall
@@ -41,6 +42,7 @@ __all__ = [
     "register",
     "rope_of",
     "smollm2",
+    "to_huge_pages",
     "uninstall",
     "write",
 ]

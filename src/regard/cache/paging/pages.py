@@ -1,9 +1,6 @@
 """Pages: the memory in which they lie, one kind in each slab, and the table of a row's pages."""
 
-import contextlib
 import math
-import mmap
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -17,8 +14,8 @@ from regard.cache.codes import QuantizedStream, bytes_of, quantize_channels
 from regard.cache.paging.formats import PageFormat
 from regard.cache.quantizing import quantized
 from regard.cache.streams import writable
+from regard.huge_pages import zeros_in_huge_pages
 
-_LARGE = 4 << 20  # bytes of a buffer, from which huge pages of 2 MiB are asked for
 _FIRST_CAPACITY = 16  # pages of the first buffers; they double when they are full
 
 
@@ -218,25 +215,13 @@ class Slab:
         return QuantizedStream(codes, scales, bits, group, width, dtype, rotation, run)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer, not initialised."""
+        """A buffer, whatever it holds."""
         if self.host_of is not None:
             device = torch.device("cpu")
-        elif device.type == "cpu" and math.prod(shape) * dtype.itemsize >= _LARGE:
-            return writable(lambda: _in_huge_pages(shape, dtype))
+        elif device.type == "cpu":
+            return writable(lambda: zeros_in_huge_pages(shape, dtype))
         pin = self._pinned
         return writable(lambda: torch.empty(shape, dtype=dtype, device=device, pin_memory=pin))
-
-
-def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A buffer in the system's huge pages where it has any (Linux): a table leads to tokens that
-    lie far apart, and each small page of the system that is read first costs a look-up."""
-    if sys.platform != "linux":
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    area = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel or a libc without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=dtype).view(shape)
 
 
 def _buffers(stream: Tensor | QuantizedStream) -> tuple[Tensor, ...]:

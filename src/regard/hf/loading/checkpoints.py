@@ -18,6 +18,7 @@ import torch
 
 from regard.cache_folder import FOLDER
 from regard.hf.loading import gguf_copies, latent_layers
+from regard.hf.loading.huge_pages import to_huge_pages
 from regard.hf.loading.reading_gguf import check_gguf, read_once
 from regard.hf.loading.skeleton import MEND, check_skeleton, filled, model_class
 from regard.hf.loading.untrusted import (
@@ -57,7 +58,8 @@ def load(
 
     Reading a GGUF takes long, so a safetensors copy is written to `$REGARD_CACHE`,
     `$XDG_CACHE_HOME/regard` or `~/.cache/regard`, and read the next time. If no copy can be
-    written, and reading took more than ten seconds, there is a warning.
+    written, and reading took more than ten seconds, there is a warning. On a CPU weights are read
+    into huge pages, as by `to_huge_pages`.
 
     Args:
         path: of a folder, or of a GGUF file.
@@ -97,12 +99,13 @@ def load(
         if placed:
             model, config = latent_layers.load_described(path, dtype)
             tokenizer = _tokenizer(_local(path), config=config) if _has_tokenizer(path) else None
-            return model.to(device).eval(), tokenizer
-        if path.is_dir():
+        elif path.is_dir():
             model, tokenizer = _from_folder(path, dtype, low_memory)
         else:
             model, tokenizer = _from_gguf(path, dtype, progress)
-    return (model if low_memory else model.to(device)).eval(), tokenizer
+    if not low_memory:
+        to_huge_pages(model.to(device))
+    return model.eval(), tokenizer
 
 
 def skeleton(path: str | Path) -> Any:

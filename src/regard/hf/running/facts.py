@@ -31,8 +31,10 @@ class Facts(NamedTuple):
     @classmethod
     def joined(cls, parts: Iterable["Facts"]) -> "Facts":
         """All of these facts."""
-        *fields, numbers = map(chain.from_iterable, zip(*parts, strict=True))
-        return cls(*map(tuple, fields), [*numbers])
+        homes, keys, values, unhooked, hooks, numbers = (
+            tuple(chain.from_iterable(field)) for field in zip(*parts, strict=True)
+        )
+        return cls(homes, keys, values, unhooked, hooks, [*numbers])
 
     def hold(self) -> bool:
         """Whether the facts are as they were. The loops run in C: a model has some 2,000 facts."""

@@ -70,15 +70,12 @@ class InstalledStep(NamedTuple):
         return self.is_over(cache) and self.takes(x)
 
     def is_over(self, cache: Any) -> bool:
-        """Whether the cache has the buffers of the step, and room, and the rates are those by which
-        it was chosen."""
-        if cache.buffers is not self.held or cache.length >= self.most:
-            return False
-        return cache.lengths.rows is None and SPEED.version == self.version
+        """Whether the cache has the buffers of the step, and room, under the same rates."""
+        same = cache.buffers is self.held and SPEED.version == self.version
+        return same and cache.length < self.most and cache.lengths.rows is None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the input `x` is like that of the step, and wants no gradient, other dtype or
-        record of the call."""
+        """Whether `x` is like the input of the step, without gradient, autocast or observer."""
         if x.shape != self.shape or x.dtype is not self.dtype or not is_immediate(x):
             return False
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or in_backward():

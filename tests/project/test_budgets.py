@@ -28,8 +28,9 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops/backends": (1700, 2142),
     "ops/kernels": (
         2900,
-        6565,
-    ),  # codes multiplied as integers, 640: products took most of the time of steps from codes in
+        6567,
+    ),  # far requests of weights in float32, 2, by which a step reads them a tenth quicker;
+    # codes multiplied as integers, 640: products took most of the time of steps from codes in
     # bfloat16, of which K8V8 took as long as bfloat16 keys, and now takes 0.75 to 0.9;
     # keys in several places attended to in one call, 250: steps over pages of codes took 1.5
     # times as long as over keys in one place; steps of joint latents in that call, 320: in bfloat16

@@ -33,8 +33,9 @@ from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import INT32, INT64
 from regard.ops.kernels.waiting import current_number, wait_for
 
-AHEAD = 1024  # bytes of weights: so far before it is read, a cache line is requested from memory;
-# not with AVX-512: an AMD EPYC of Zen 4 reads ahead itself, a third quicker than with requests
+AHEAD, FAR_AHEAD = 1024, 3072  # bytes of weights: so far before it is read, a cache line is
+# requested from memory. With AVX-512 an AMD EPYC of Zen 4 reads float32 10 to 40 % quicker by far
+# requests to the second cache, and bfloat16 5 to 20 % quicker without any.
 SILU, GELU, GELU_TANH = 1, 2, 3  # the activation of a gate
 ROOT_HALF = math.sqrt(0.5)  # GELU(x) = x / 2 (1 + erf(x sqrt(1/2))), and about x / 2 (1 + tanh(
 TANH_FACTOR, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715  # sqrt(2/pi) (x + 0.044715 x**3)))
@@ -289,6 +290,8 @@ def _dots(e, strip, rows, x, weight, width, sums):
         start = e.advance(weight, at, strip.item)
         if e.lanes < 16:
             e.prefetch(LINE, b.add(start, INT64(AHEAD)))
+        elif not strip.half:
+            e.prefetch(count * strip.item, b.add(start, INT64(FAR_AHEAD)), level=2)
         ws = e.elements(start, count, strip.half)
         for r, pair in enumerate(cells):
             ys = e.elements(e.advance(x, b.add(at, b.mul(width, INT64(r))), 4), count, False)

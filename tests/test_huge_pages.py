@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_moved_weights_are_the_same_parameters_elsewhere():
     before, places = copy.deepcopy(model.state_dict()), [x.data_ptr() for x in model.parameters()]
     same = [*model.parameters()]
     moved = move_to_huge_pages(model.parameters())
-    assert moved >= sum(x.nbytes for x in same) > LARGE
+    assert moved == sum(x.nbytes for x in same) > LARGE
     assert all(a is b for a, b in zip(model.parameters(), same, strict=True))
     assert model.tied is model[0].weight
     for (name, x), place in zip(model.named_parameters(), places, strict=True):
@@ -90,8 +91,42 @@ def test_tensors_with_users_that_would_not_follow_stay():
         kept.append(torch.randn(*SHAPE))
     places = [0 if x.is_sparse else x.data_ptr() for x in kept]
     assert move_to_huge_pages(kept) == 0
-    assert move_to_huge_pages([*kept, alone := torch.randn(*SHAPE)]) >= alone.nbytes
+    assert move_to_huge_pages([*kept, alone := torch.randn(*SHAPE)]) == alone.nbytes
     assert [0 if x.is_sparse else x.data_ptr() for x in kept] == places
+
+
+@ON_LINUX
+@pytest.mark.parametrize("reason", ["half of the memory", "a limit of the system"])
+def test_weights_stay_where_they_would_not_fit(reason, monkeypatch):
+    x = torch.randn(*SHAPE)
+    place, before = x.data_ptr(), x.clone()
+    if reason == "half of the memory":
+        monkeypatch.setattr(huge_pages.os, "sysconf", lambda name: 2 * x.nbytes // 4096 - 1)
+    else:
+        monkeypatch.setattr(huge_pages.mmap, "mmap", Mock(side_effect=OSError(12, "no memory")))
+        assert not zeros_in_huge_pages(SHAPE, torch.float32).any()
+    assert move_to_huge_pages([x]) == 0
+    assert x.data_ptr() == place
+    assert x.equal(before)
+
+
+@ON_LINUX
+def test_another_c_library_keeps_what_it_likes(monkeypatch):
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda name: object())
+    x = torch.randn(*SHAPE)
+    assert move_to_huge_pages([x]) == x.nbytes
+
+
+@ON_LINUX
+def test_the_memory_of_moved_weights_is_returned():
+    def resident():
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    torch.ones(1 << 22)  # blocks that are freed let glibc keep smaller ones
+    weights = [torch.ones(1 << 18) for _ in range(300)]
+    before = resident()
+    assert move_to_huge_pages(weights) == 300 << 20
+    assert resident() < before + (64 << 20)
 
 
 def test_few_bytes_stay(monkeypatch):

@@ -6,8 +6,10 @@ unless a program asks for 2 MiB, where Linux is set up as usual
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 LARGE = 4 << 20  # bytes of memory, from which huge pages are asked for: two of them
+_TRIMMED = 64 << 20  # bytes that are moved before those that they leave are returned to the system
 _LINE = 64  # bytes of a cache line: each tensor begins with one
 
 
@@ -40,7 +43,8 @@ def move_to_huge_pages(tensors: Iterable[Tensor]) -> int:
 
     Tensors elsewhere than on the CPU stay, and those that are not contiguous, share their memory
     with others or with other processes, or are of a subclass. All stay, and 0 is returned, where
-    the system has no huge pages, or all are smaller than `LARGE` bytes together.
+    the system has no huge pages, and if they take fewer than `LARGE` bytes together, or more than
+    half of the machine's memory.
 
     Examples:
         >>> move_to_huge_pages([torch.zeros(3)])
@@ -51,12 +55,23 @@ def move_to_huge_pages(tensors: Iterable[Tensor]) -> int:
     own = [x for x in plain if users[x.untyped_storage().data_ptr()] == 1]
     *starts, size = accumulate((-(-x.nbytes // _LINE) * _LINE for x in own), initial=0)
     area = _area(size) if size >= LARGE else None
-    if area is None:
+    if area is None or 2 * size > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         return 0
+    moved = 0
     for x, start in zip(own, starts, strict=True):
         place = torch.frombuffer(area, dtype=torch.uint8, count=x.nbytes, offset=start)
         x.data = place.view(x.dtype).view(x.shape).copy_(x.detach())
-    return size
+        if start - moved >= _TRIMMED:
+            moved = start
+            _trim()
+    _trim()
+    return sum(x.nbytes for x in own)
+
+
+def _trim() -> None:
+    """Return freed memory to the system, which the C library may keep; GNU's has a function."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -68,10 +83,14 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _area(size: int) -> mmap.mmap | None:
-    """Zeros in huge pages, or in others where the kernel has none; None if it is not Linux."""
+    """Zeros in huge pages, or in others where the kernel has none; None if it is not Linux, or
+    refuses so much memory."""
     if sys.platform != "linux":
         return None
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
     with contextlib.suppress(OSError, AttributeError):  # a kernel or a libc without huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
     return area

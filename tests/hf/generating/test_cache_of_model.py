@@ -434,8 +434,11 @@ def test_models_without_such_a_cache_are_refused():
     config = transformers.MllamaTextConfig(
         vocab_size=9, cross_attention_layers=[1], **sizes, **more
     )
+    model = transformers.MllamaForCausalLM(config)
     with pytest.raises(ValueError, match="layers of type cross_attention"):
-        regard.hf.cache(transformers.MllamaForCausalLM(config))
+        regard.hf.cache(model)
+    config.cross_attention_layers = [3, 8]  # as of a larger model: this one has none of these
+    assert len(regard.hf.cache(model).layers) == 2
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def _types_of(model: Any, config: Any) -> list[str]:
     counts = ("decoder_layers", "num_decoder_layers") * model.config.is_encoder_decoder
     counted = (getattr(config, each, None) for each in (*counts, "num_hidden_layers"))
     types = list(getattr(config, "layer_types", None) or [FULL] * next(filter(None, counted)))
-    for index in getattr(config, "cross_attention_layers", None) or ():
-        types[index] = "cross_attention"
+    crossing = getattr(config, "cross_attention_layers", None) or ()  # or beyond the last layer
+    types = ["cross_attention" if at in crossing else each for at, each in enumerate(types)]
     if not hasattr(config, "index_topk") or hasattr(config, "index_kpool"):
         # it caches more than a key of each token: pools (GLM-5-Next), positions (Qwen4-Exp)
         types = [each.replace(INDEXED, f"{INDEXED} (not DeepSeek-V3.2's)") for each in types]

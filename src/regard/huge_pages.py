@@ -54,8 +54,8 @@ def move_to_huge_pages(tensors: Iterable[Tensor]) -> int:
     users = Counter(x.untyped_storage().data_ptr() for x in plain)
     own = [x for x in plain if users[x.untyped_storage().data_ptr()] == 1]
     *starts, size = accumulate((-(-x.nbytes // _LINE) * _LINE for x in own), initial=0)
-    area = _area(size) if size >= LARGE else None
-    if area is None or 2 * size > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+    area = _area(size) if LARGE <= size <= _most_bytes() else None
+    if area is None:
         return 0
     moved = 0
     for x, start in zip(own, starts, strict=True):
@@ -66,6 +66,12 @@ def move_to_huge_pages(tensors: Iterable[Tensor]) -> int:
             _trim()
     _trim()
     return sum(x.nbytes for x in own)
+
+
+def _most_bytes() -> int:
+    """Half of the machine's memory; none where it is not known, as on Windows."""
+    known = hasattr(os, "sysconf")
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2 if known else 0
 
 
 def _trim() -> None:

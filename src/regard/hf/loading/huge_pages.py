@@ -8,8 +8,8 @@ from regard.huge_pages import move_to_huge_pages
 def to_huge_pages(model: Any) -> int:
     """Move the weights of a model on the CPU to huge pages of the system, and return their bytes.
 
-    Each step reads all weights: one of SmolLM2-135M in float32 takes 8 to 15 % less time, in
-    bfloat16 3 to 7 % (`benchmarks/huge_pages.py`). `load` has done it. Weights that transformers
+    Each step reads all weights: one of SmolLM2-135M in float32 takes 8 to 20 % less time, in
+    bfloat16 3 to 16 % (`benchmarks/huge_pages.py`). `load` has done it. Weights that transformers
     has loaded may be a mapped file, which processes share; afterwards each has its own copy.
     Parameters stay the same objects.
 

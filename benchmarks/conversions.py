@@ -43,7 +43,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             _point(axes, rows[name], name.partition(" (")[0], colour)
     both = [row for name, row in rows.items() if name.endswith("int8 cache") and ", " in name]
     for row in both:
-        _point(axes, row, row["method"].replace(", int8 cache", " + int8"), "#d0872c")
+        _point(axes, row, row["method"].replace(", int8 cache", " + int8"), "#d0872c", side="right")
     _dress(axes, found)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -69,11 +69,13 @@ def _line(axes: Axes, rows: list[dict[str, Any]], label: str, colour: str) -> No
         )  # fmt: skip
 
 
-def _point(axes: Axes, row: dict[str, Any], name: str, colour: str) -> None:
+def _point(axes: Axes, row: dict[str, Any], name: str, colour: str, side: str = "left") -> None:
+    """A point and its name, of which the given side is beside it."""
     x, y = 100 * row["cache"], _above(row)
     axes.plot([x], [y], "D", color=colour, ms=6, zorder=5)
-    beside = (8, 4) if y < 2 * LEAST else (8, -9)
-    axes.annotate(name, (x, y), textcoords="offset points", xytext=beside, fontsize=8, color="#333")
+    beside = (-8, -3) if side == "right" else (8, 4) if y < 2 * LEAST else (8, -9)
+    axes.annotate(name, (x, y), textcoords="offset points", xytext=beside, fontsize=8, color="#333",
+                  ha=side)  # fmt: skip
 
 
 def _dress(axes: Axes, found: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/converting.py --quick              four methods, on Python's own texts
     python benchmarks/corpora.py texts                   more kinds of text
-    python benchmarks/converting.py --corpora texts      every method at every size; over an hour
+    python benchmarks/converting.py --corpora texts      every method at every size; 1.5 hours
     python benchmarks/converting.py --corpora texts --docs     keeps the table and its picture
 
 SmolLM2-135M-Instruct, run in float32. A row's `ratio` is its perplexity divided by the model's own,

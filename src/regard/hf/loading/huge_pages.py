@@ -8,12 +8,12 @@ from regard.huge_pages import move_to_huge_pages
 def to_huge_pages(model: Any) -> int:
     """Move the weights of a model on the CPU to huge pages of the system, and return their bytes.
 
-    Each step reads all weights: one of SmolLM2-135M in float32 takes 8 to 20 % less time, in
-    bfloat16 3 to 16 % (`benchmarks/huge_pages.py`). `load` has done it. Weights that transformers
-    has loaded may be a mapped file, which processes share; afterwards each has its own copy.
-    Parameters stay the same objects.
+    Each step reads all weights: one of SmolLM2-135M takes 8 to 20 % less time in float32, 3 to 16 %
+    in bfloat16, on two cores of an AMD EPYC (`benchmarks/huge_pages.py`). `load` has done it.
+    Weights that transformers has loaded may be a mapped file, which processes share; afterwards
+    each process has its own copy. Parameters stay the same objects.
 
-    To move 0.5 GB takes 0.1 s; up to a second in a virtual machine that gets new memory for it.
+    Weights are copied once, which takes longer where a virtual machine gets new memory for it.
     Weights stay where they are if they are on another device, share memory with one another or with
     other processes, or are of less than 4 MiB together, or of more than half of the machine's
     memory; all do on systems other than Linux.

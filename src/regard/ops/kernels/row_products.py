@@ -34,8 +34,8 @@ from regard.ops.kernels.vectors import INT32, INT64
 from regard.ops.kernels.waiting import current_number, wait_for
 
 AHEAD, FAR_AHEAD = 1024, 3072  # bytes of weights: so far before it is read, a cache line is
-# requested from memory. With AVX-512 an AMD EPYC of Zen 4 reads float32 10 to 40 % quicker by far
-# requests to the second cache, and bfloat16 5 to 20 % quicker without any.
+# requested from memory. With AVX-512 an AMD EPYC of Zen 4 reads float32 quicker by far requests to
+# the second cache, at the memory's speed (`step_shares.py`), and bfloat16 quicker without any.
 SILU, GELU, GELU_TANH = 1, 2, 3  # the activation of a gate
 ROOT_HALF = math.sqrt(0.5)  # GELU(x) = x / 2 (1 + erf(x sqrt(1/2))), and about x / 2 (1 + tanh(
 TANH_FACTOR, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715  # sqrt(2/pi) (x + 0.044715 x**3)))

@@ -57,10 +57,19 @@ def test_zeros_on_other_systems(shape, monkeypatch):
 @IN_KERNEL
 def test_huge_pages_are_asked_for_large_tensors():
     assert advised(zeros_in_huge_pages(SHAPE, torch.float32))
-    assert not advised(zeros_in_huge_pages((2, 3), torch.float32))
     weight = torch.randn(*SHAPE)
     move_to_huge_pages([weight])
     assert advised(weight)
+
+
+def test_no_area_is_taken_for_small_tensors(monkeypatch):
+    # The flag would not show it: NumPy asks for huge pages in memory that small tensors share.
+    monkeypatch.setattr(huge_pages.mmap, "mmap", taken := Mock(side_effect=OSError))
+    zeros_in_huge_pages((2, 3), torch.float32)
+    move_to_huge_pages([torch.zeros(2, 3)])
+    assert not taken.called
+    zeros_in_huge_pages(SHAPE, torch.float32)
+    assert taken.called is (sys.platform == "linux")
 
 
 @ON_LINUX

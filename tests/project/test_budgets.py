@@ -67,8 +67,9 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     # values of conventions are checked; layers are held to those declared; padding in a cache, too
     VERIFY: (10_000, 10073),
     # heads of different lengths, 431 lines, lose half as much as heads of one length; scores refuse
-    # wrong numbers; pages wherever the pool moved them, and at once where it moved none
-    "sparse": (1896, 2003),
+    # wrong numbers; pages wherever the pool moved them, and at once where it moved none; bounds in
+    # compiled code, 198: a step over selected pages takes 0.3 of a full one in place of 0.37
+    "sparse": (1896, 2208),
 }
 
 

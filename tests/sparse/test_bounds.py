@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from regard.sparse import bounds
 from regard.sparse.bounds import Bounds
 
 PAGES, WIDTH = 40, 64
@@ -14,15 +15,18 @@ def test_of_normal_keys_a_bound_is_just_above_the_greatest_product(size):
     keys = torch.randn(1, 1, PAGES * size, WIDTH) * torch.rand(WIDTH) + torch.randn(WIDTH)
     q = torch.randn(1, 1, 1, WIDTH) / WIDTH**0.5
     found = Bounds.of(keys, size)
-    bounds = q[0, 0] @ found.mean[0, 0].T + (q[0, 0].square() @ found.spread[0, 0].T).sqrt()
+    mean, spread = (x[0, 0].float() for x in found)
+    highest = q[0, 0] @ mean.T + (q[0, 0].square() @ spread.T).sqrt()
     products = (keys[0, 0] @ q[0, 0, 0]).view(PAGES, size)
-    above = (bounds[0] - products.amax(1)).mean() / products.std()
+    above = (highest[0] - products.amax(1)).mean() / products.std()
     assert 0 < above < 0.8
-    assert (found.highest(q)[0, 0] - bounds.log_softmax(-1)[0]).abs().max() < 1e-5
+    assert (found.highest(q)[0, 0] - highest.log_softmax(-1)[0]).abs().max() < 0.05  # q is rounded
 
 
+@pytest.mark.parametrize("with_numba", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_rounds_no_bound(dtype):
+def test_autocast_rounds_no_bound(dtype, with_numba, monkeypatch):
+    monkeypatch.setattr(bounds, "has_numba", lambda: with_numba)
     torch.manual_seed(3)
     keys, q = 1e2 * torch.randn(1, 1, PAGES * 8, WIDTH), 1e2 * torch.randn(1, 1, 1, WIDTH)
     found = Bounds.of(keys, 8)
@@ -52,15 +56,16 @@ def test_by_the_head_of_a_group_for_which_a_page_has_the_greatest_share():
     assert (found - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_bounds_have_the_dtype_of_the_keys_and_are_finite(dtype):
-    keys = torch.tensor([-3e4, 3e4], dtype=dtype).repeat(8)[None, None, :, None].expand(1, 1, 16, 4)
-    found = Bounds.of(keys, 16)
-    assert found.mean.dtype is found.spread.dtype is dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_bounds_have_two_bytes_a_channel_and_are_finite(dtype):
+    great = 3e4 if dtype is torch.float16 else 3e30
+    keys = torch.tensor([-great, great], dtype=dtype).repeat(8)[None, None, :, None]
+    found = Bounds.of(keys.expand(1, 1, 16, 4), 16)
+    assert found.mean.dtype is found.spread.dtype is torch.bfloat16
     assert found.highest(torch.ones(1, 1, 1, 4, dtype=dtype)).isfinite().all()
 
 
 def test_keys_of_pages_of_one_token_are_their_own_means():
     keys = torch.randn(1, 2, 5, 8)
     found = Bounds.of(keys, 1)
-    assert torch.equal(found.mean, keys) and not found.spread.any()
+    assert torch.equal(found.mean, keys.bfloat16()) and not found.spread.any()

@@ -69,10 +69,10 @@ def _step_by_definition(layer, x, count, valid=None):
                 bounds = []
                 for start in starts[1:-2]:
                     keys = k[row, g, start : start + SIZE]
-                    query = q[row, h, -1] / WIDTH**0.5
-                    deviation = (query.square() * keys.var(0, correction=0)).sum().sqrt()
-                    greatest = math.sqrt(2 * math.log(SIZE)) * deviation
-                    bounds.append(query @ keys.mean(0) + greatest)
+                    query = (q[row, h, -1] / WIDTH**0.5).bfloat16().float()
+                    spread = (2 * math.log(SIZE) * keys.var(0, correction=0)).bfloat16().float()
+                    mean = keys.mean(0).bfloat16().float()
+                    bounds.append(query @ mean + (query.square() @ spread).sqrt())
                 shares.append(torch.stack(bounds).log_softmax(0))
             best = torch.stack(shares).amax(0).topk(count - 3).indices + 1
             pages = sorted({0, *best.tolist(), len(starts) - 2, len(starts) - 1})
@@ -162,7 +162,7 @@ def test_memory_is_that_of_the_pages_and_the_bounds():
     _run(layer, x, cache)
     _run(layer, x, plain)
     whole = x.shape[1] // SIZE
-    assert cache.bounds_nbytes == 2 * 2 * GROUPS * whole * WIDTH * 4
+    assert cache.bounds_nbytes == 2 * 2 * GROUPS * whole * WIDTH * 2  # bfloat16
     assert cache.nbytes == plain.nbytes + cache.bounds_nbytes
 
 

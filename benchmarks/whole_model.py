@@ -8,7 +8,8 @@
     python benchmarks/whole_model.py --tiny                a few tokens, to test this
 
 Every contestant continues the same text by the same number of tokens, greedily, from a cache that
-holds the text; the figure is the milliseconds of one token. Each has a process of its own, which is
+holds the text; the figure is the milliseconds of one token. The seconds for reading the text are those of each one's
+first call. Each has a process of its own, which is
 stopped while the others have their turns; it takes some 1.5 GB of memory. The weights are the same
 numbers: those of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0
 rounds them further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the
@@ -63,10 +64,12 @@ FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # general.file_type of
 
 
 class Written(NamedTuple):
-    """A continuation: seconds for a token, and the text."""
+    """A continuation: seconds for a token, the text, and seconds for the tokens before it, which
+    the first call has read."""
 
     seconds: float
     text: str
+    reading: float
 
 
 def convert(folder: Path, formats: list[str]) -> dict[str, Path]:
@@ -136,8 +139,10 @@ def by_llama(
     def run() -> Written:
         answer = server.handle_completions({**request, "cache_prompt": True})
         found = json.loads(answer) if isinstance(answer, str) else answer
-        seconds = found["timings"]["predicted_per_token_ms"] / 1e3
-        return Written(seconds, found["choices"][0]["text"])
+        times = {
+            name: found["timings"][f"{name}_ms"] / 1e3 for name in ("prompt", "predicted_per_token")
+        }
+        return Written(times["predicted_per_token"], found["choices"][0]["text"], times["prompt"])
 
     return run
 
@@ -155,7 +160,8 @@ def by_openvino(path: Path, cache: str, text: str, new: int) -> Callable[[], Wri
 
     def run() -> Written:
         found = pipeline.generate([text], config)
-        return Written(found.perf_metrics.get_tpot().mean / 1e3, found.texts[0])
+        times = found.perf_metrics
+        return Written(times.get_tpot().mean / 1e3, found.texts[0], times.get_ttft().mean / 1e3)
 
     return run
 
@@ -182,7 +188,8 @@ def by_mistral(folder: Path, text: str, new: int) -> Callable[[], Written]:
 
     def run() -> Written:
         answer = runner.send_completion_request(request)
-        return Written(1 / answer.usage.avg_compl_tok_per_sec, answer.choices[0].text)
+        seconds = 1 / answer.usage.avg_compl_tok_per_sec
+        return Written(seconds, answer.choices[0].text, answer.usage.total_prompt_time_sec)
 
     return run
 
@@ -198,8 +205,11 @@ def by_model(dtype: str, kind: str, tokens: list[int], new: int) -> Callable[[],
         cache = regard.hf.cache(model, kind)
     ids = torch.tensor([tokens])
     before, last = ids[:, :-1], ids[:, -1:]
+    model(before[:, :1024], logits_to_keep=1)  # compiles, once on a machine
+    begun = time.perf_counter()
     for chunk in before.split(1024, dim=1):
         model(chunk, past_key_values=cache, logits_to_keep=1)
+    reading = time.perf_counter() - begun
 
     def run() -> Written:
         written = [model(last, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)]
@@ -209,7 +219,7 @@ def by_model(dtype: str, kind: str, tokens: list[int], new: int) -> Callable[[],
             written.append(logits[:, -1:].argmax(-1))
         seconds = (time.perf_counter() - begun) / (new - 1)
         cache.crop(-new)
-        return Written(seconds, tokenizer.decode(torch.cat(written, 1)[0]))
+        return Written(seconds, tokenizer.decode(torch.cat(written, 1)[0]), reading)
 
     return run
 
@@ -244,7 +254,8 @@ def contestants(
 
 def measure(runs: dict[str, Apart], base: str, rounds: int) -> dict[str, Any]:
     """Each in turn, in the opposite order every second round; the first turn is not timed."""
-    texts = {name: run().text for name, run in runs.items()}
+    firsts = {name: run() for name, run in runs.items()}
+    texts = {name: first.text for name, first in firsts.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
@@ -255,6 +266,7 @@ def measure(runs: dict[str, Apart], base: str, rounds: int) -> dict[str, Any]:
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         rows[name]["same"] = same / max(1, len(texts[base]))  # from the beginning
         rows[name]["tokens_per_second"] = 1 / statistics.median(times[name])
+        rows[name]["reading_seconds"] = firsts[name].reading
     return rows
 
 
@@ -293,6 +305,10 @@ def main() -> None:
             card(title, rows, base)
             same = ", ".join(f"{name} {row['same']:.0%}" for name, row in rows.items())
             print(f"  of the text, the same as {base}: {same}")
+            reading = ", ".join(
+                f"{name} {row['reading_seconds']:.3g}" for name, row in rows.items()
+            )
+            print(f"  seconds for the {context:,} tokens: {reading}")
             results.append({"case": title, "rows": rows})
     finish("whole_model", results)
 

@@ -233,7 +233,7 @@ def fast() -> dict[str, Attend]:
 
 def tiled_prefills() -> dict[str, Attend]:
     """`tiled`, on machines that have its instructions; without numba it is refused."""
-    objection = tiled._machine_objection()
+    objection = tiled._machine_objection(torch.bfloat16)
     if objection is not None and "numba" not in objection:
         return {}
     masks = ("everything", "causal", "window")

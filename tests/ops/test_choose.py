@@ -18,7 +18,14 @@ from regard.rates import SPEED
 from session import LONG
 
 RUNS = 3 if LONG else 2  # processes
-HALF_PREFILL = "tiled" if tiled._machine_objection() is None else "sdpa"
+HALF_PREFILL, PREFILL, WINDOW = (
+    "tiled" if tiled._machine_objection(dtype) is None else other
+    for dtype, other in (
+        (torch.bfloat16, "sdpa"),
+        (torch.float32, "sdpa"),
+        (torch.float32, "blocked"),
+    )
+)
 
 
 IN_PAGES = Storage((PagedStream,), None, several=True)
@@ -43,11 +50,11 @@ def call(queries=1, keys=4096, heads=32, kv_heads=8, dim=128, dtype=torch.float3
         (lambda: call(mask=Causal(), dtype=torch.bfloat16), "fused"),
         (lambda: call(mask=Causal(), dtype=torch.float16), "grouped"),
         (lambda: call(mask=Causal(), dim=44), "grouped"),
-        (lambda: call(queries=4096, mask=Causal()), "sdpa"),
+        (lambda: call(queries=4096, mask=Causal()), PREFILL),
         (lambda: call(queries=4096, mask=Causal(), dtype=torch.bfloat16), HALF_PREFILL),
         (lambda: call(queries=100, keys=512, softcap=30.0), "eager"),
         (lambda: call(queries=1024, keys=1024, softcap=30.0), "blocked"),
-        (lambda: call(queries=4096, mask=Causal() & SlidingWindow(1024)), "blocked"),
+        (lambda: call(queries=4096, mask=Causal() & SlidingWindow(1024)), WINDOW),
         (lambda: call(softcap=30.0), "grouped"),
         (lambda: call(keys=0, span=Span(0, 1, 0, 0)), "eager"),
         (lambda: call(kv_heads=1, dim=576, heads=16), "fused"),
@@ -71,7 +78,7 @@ OBJECTIONS = {
     ("fused", "nor softcap"): {"softcap": 30.0},
     ("fused", "on a CPU"): {"dtype": torch.float16},
     ("fused", "multiples of 8"): {"dim": 44},
-    ("tiled", "bfloat16 on a CPU"): {"queries": 64},
+    ("tiled", "bfloat16 and float32 on a CPU"): {"queries": 64, "dtype": torch.float16},
     ("flex", "at least one query"): {"keys": 0, "span": Span(0, 1, 0, 0)},
     ("flex", "no dropout"): {"dropout": 0.5},
 }
@@ -90,7 +97,7 @@ def test_the_table_is_in_order_of_preference():
     names = ["sdpa", "grouped", "latents", "fused", "tiled", "blocked", "flash", "flex", "eager"]
     assert list(BACKENDS) == names
     able = [name for name in names if BACKENDS[name].objection(call(queries=2).call) is None]
-    others = ("tiled", "latents", "flash")  # for bfloat16, for GPUs
+    others = ("tiled", "latents", "flash")  # for many queries, for GPUs
     assert able == [name for name in names if name not in others]
 
 

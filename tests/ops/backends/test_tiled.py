@@ -22,9 +22,12 @@ from session import LONG
 pytest.importorskip("numba")
 
 from regard.ops.kernels.launching_prefill import products
+from regard.ops.kernels.vectors import machine_lanes
 
 able = pytest.mark.skipif(products() is None, reason="no instructions for bfloat16")
-HALF = torch.bfloat16
+wide = pytest.mark.skipif(machine_lanes() < 8, reason="no AVX2")
+HALF, FULL = torch.bfloat16, torch.float32
+DTYPES = [pytest.param(HALF, marks=able), pytest.param(FULL, marks=wide)]
 
 
 @pytest.fixture
@@ -32,12 +35,12 @@ def any_length(monkeypatch):
     monkeypatch.setattr(tiled, "_LEAST", 1)
 
 
-@able
-def test_random_calls_are_the_definition(any_length):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_calls_are_the_definition(any_length, dtype):
     """Masks, sinks, rows that start apart, and every order in memory."""
     accepted = 0
     for seed in range(52_000_000, 52_000_600):
-        case = cases.draw_case(seed, HALF, 16)
+        case = cases.draw_case(seed, dtype, 16)
         if not LONG and case.sizes.v_dim != 16:  # each takes seconds to compile
             continue
         try:
@@ -46,16 +49,16 @@ def test_random_calls_are_the_definition(any_length):
             if not cases.is_objection(error, "tiled"):
                 raise
             continue
-        assert out.dtype == HALF
+        assert out.dtype == dtype
         compare(out, case, what="attend tiled")
         accepted += 1
     assert accepted > 30
 
 
-@able
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("filler", [1e30, torch.nan, torch.inf])
-def test_hidden_keys_may_hold_anything(filler):
-    q, k, v = (torch.randn(2, heads, 70, 16).to(HALF) for heads in (4, 2, 2))
+def test_hidden_keys_may_hold_anything(filler, dtype):
+    q, k, v = (torch.randn(2, heads, 70, 16).to(dtype) for heads in (4, 2, 2))
     mask = Causal() & Padding.from_lengths([70, 40])
     clean = attend(q, k, v, mask=mask, backend="tiled")
     k[1, :, 40:], v[1, :, 40:] = filler, filler
@@ -64,9 +67,9 @@ def test_hidden_keys_may_hold_anything(filler):
     assert attend(q, k, v, mask=mask, backend="tiled")[0, :2, 3:, 5].eq(torch.inf).all()
 
 
-@able
-def test_parts_merge():
-    q, k, v = (torch.randn(1, 4, n, 16).to(HALF) for n in (40, 100, 100))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_merge(dtype):
+    q, k, v = (torch.randn(1, 4, n, 16).to(dtype) for n in (40, 100, 100))
     whole = attend(q.double(), k.double(), v.double(), mask=Causal(), span=Span(60, 100, 0, 100))
     parts = [
         attend_partial(
@@ -75,17 +78,23 @@ def test_parts_merge():
         for a, b in ((0, 37), (37, 100))
     ]
     merged = merge(*parts).out
-    assert (merged.double() - whole).abs().max() <= cases.bound(HALF, v.abs().max().item(), 0)
+    assert (merged.double() - whole).abs().max() <= cases.bound(dtype, v.abs().max().item(), 0)
 
 
-@able
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("precision", ["strict", "fast"])
-def test_a_long_prefill_chooses_it(precision):
-    q, k = torch.randn(1, 8, 512, 64).to(HALF), torch.randn(1, 2, 512, 64).to(HALF)
+def test_a_long_prefill_chooses_it(precision, dtype):
+    q, k = torch.randn(1, 8, 600, 64).to(dtype), torch.randn(1, 2, 600, 64).to(dtype)
     assert prepare(q, k, k, mask=Causal(), precision=precision).name == "tiled"
     assert prepare(q, k, k, mask=Causal() | Prefix(99), precision=precision).name == "tiled"
     learned = q.clone().requires_grad_()
     assert prepare(learned, k, k, mask=Causal(), precision=precision).name != "tiled"
+
+
+@wide
+def test_a_short_prefill_in_float32_compiles_nothing():
+    q = torch.randn(1, 8, 200, 64)
+    assert prepare(q, q, q, mask=Causal()).name != "tiled"
 
 
 OBJECTIONS = {

@@ -10,19 +10,20 @@ pytest.importorskip("numba")
 from kernel_checks import run_python
 from regard.ops.kernels import launching_prefill
 from regard.ops.kernels.launching_prefill import prefill, products
+from regard.ops.kernels.vectors import machine_lanes
 
-pytestmark = pytest.mark.skipif(products() is None, reason="no instructions for bfloat16")
-UNIT = torch.finfo(torch.bfloat16).eps / 2
-EITHER = [False, True] if products() == "amx" else [False]
+HALF, FULL = torch.bfloat16, torch.float32
+HALVES = {None: [], "avx512": [(HALF, False)], "amx": [(HALF, False), (HALF, True)]}[products()]
+EITHER = HALVES + [(FULL, False)] * (machine_lanes() >= 8)  # a dtype, and whether AMX is used
 WIDTHS = (48, 80)  # both end in half a block
 
 
-def random(*shape, layout="plain"):
+def random(*shape, dtype=HALF, layout="plain"):
     if layout == "heads last":
-        return random(*(shape[i] for i in (0, 2, 1, 3))).transpose(1, 2)
+        return random(*(shape[i] for i in (0, 2, 1, 3)), dtype=dtype).transpose(1, 2)
     if layout == "in a buffer":
-        return random(shape[0], shape[1], shape[2] + 3, shape[3] + 5)[:, :, 2:-1, 1:-4]
-    return torch.randn(shape).bfloat16()
+        return random(shape[0], shape[1], shape[2] + 3, shape[3] + 5, dtype=dtype)[:, :, 2:-1, 1:-4]
+    return torch.randn(shape).to(dtype)
 
 
 def judge(q, k, v, scale, starts, stops, sinks=None):
@@ -53,11 +54,14 @@ def check(q, k, v, limits, scale=None, **given):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = prefill(q, k, v, scale=scale, starts=limits[0], stops=limits[1], **given)
     wanted, sums = judge(q, k, v, scale, *limits, sinks=given.get("sinks"))
-    assert (out.double() - wanted).abs().max() <= 1.5 * UNIT * v.abs().max()
+    unit = torch.finfo(q.dtype).eps / 2
+    sizes = scale * q.abs() @ k.abs().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    most = 1.5 if q.dtype is HALF else k.shape[2] ** 0.5 + 2 * float(sizes.max())  # roundings
+    assert (out.double() - wanted).abs().max() <= most * unit * v.abs().max()
     if given.get("wide"):
         visible = sums > -torch.inf
         assert lse[~visible].eq(-torch.inf).all()
-        torch.testing.assert_close(lse[visible].double(), sums[visible], rtol=0, atol=UNIT)
+        torch.testing.assert_close(lse[visible].double(), sums[visible], rtol=0, atol=2.0**-9)
     return out
 
 
@@ -66,13 +70,13 @@ SIZES = [  # batch, heads, key heads, queries, keys
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("amx", EITHER)
+@pytest.mark.parametrize(("dtype", "amx"), EITHER)
 @pytest.mark.parametrize("layout", ["plain", "heads last", "in a buffer"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_it_is_attention(size, layout, amx):
+def test_it_is_attention(size, layout, dtype, amx):
     b, h, g, queries, keys = size
-    q = random(b, h, queries, WIDTHS[0], layout=layout)
-    k, v = (random(b, g, keys, width, layout=layout) for width in WIDTHS)
+    q = random(b, h, queries, WIDTHS[0], dtype=dtype, layout=layout)
+    k, v = (random(b, g, keys, width, dtype=dtype, layout=layout) for width in WIDTHS)
     check(q, k, v, causal(queries, keys), amx=amx)
     check(q, k, v, drawn(queries, keys), amx=amx)
     check(q, k, v, drawn(queries, keys), scale=3.0, amx=amx)
@@ -82,30 +86,31 @@ def test_it_is_attention(size, layout, amx):
     assert out[hidden].eq(0).all()
 
 
-@pytest.mark.parametrize("amx", EITHER)
-def test_scores_that_rise_from_key_to_key(amx):
+@pytest.mark.parametrize(("dtype", "amx"), EITHER)
+def test_scores_that_rise_from_key_to_key(dtype, amx):
     """Each block of keys rescales the sums of those before it."""
-    q, k, v = random(1, 2, 64, 48), random(1, 1, 1000, 48), random(1, 1, 1000, 80)
-    q[..., 0], k[..., 0] = 8, torch.linspace(-40, 40, 1000).bfloat16()
+    shapes = (1, 2, 64, 48), (1, 1, 1000, 48), (1, 1, 1000, 80)
+    q, k, v = (random(*shape, dtype=dtype) for shape in shapes)
+    q[..., 0], k[..., 0] = 8, torch.linspace(-40, 40, 1000)
     check(q, k, v, causal(64, 1000), scale=0.25, amx=amx)
     k[..., 0] = k[..., 0].flip(-1)
     check(q, k, v, causal(64, 1000), scale=0.25, amx=amx)
 
 
-@pytest.mark.parametrize("amx", EITHER)
-def test_the_contract_where_rounded_weights_cost_most(amx):
+@pytest.mark.parametrize(("dtype", "amx"), EITHER)
+def test_the_contract_where_rounded_weights_cost_most(dtype, amx):
     """Values of both signs, and few weights of every size."""
     for keys in (2, 3, 5):
-        q, k = random(1, 1, 512, 48) * 2, random(1, 1, keys, 48)
-        v = torch.randn(1, 1, keys, 80).sign().bfloat16()
+        q, k = random(1, 1, 512, 48, dtype=dtype) * 2, random(1, 1, keys, 48, dtype=dtype)
+        v = torch.randn(1, 1, keys, 80).sign().to(dtype)
         limits = torch.zeros(1, 512).int(), torch.full((1, 512), keys).int()
         check(q, k, v, limits, amx=amx)
 
 
-@pytest.mark.parametrize("amx", EITHER)
-def test_a_result_depends_on_no_hidden_key(amx):
+@pytest.mark.parametrize(("dtype", "amx"), EITHER)
+def test_a_result_depends_on_no_hidden_key(dtype, amx):
     """Not even on whether it raises the maximum of another query."""
-    q, k, v = random(1, 1, 64, 48), random(1, 1, 64, 48), random(1, 1, 64, 80)
+    q, k, v = (random(1, 1, 64, width, dtype=dtype) for width in (48, 48, 80))
     starts, stops = causal(64, 64)
     before = prefill(q, k, v, scale=1.0, starts=starts, stops=stops, amx=amx)[0]
     k[:, :, 20:], v[:, :, 20:] = 30 * k[:, :, 20:], 1e30
@@ -113,10 +118,12 @@ def test_a_result_depends_on_no_hidden_key(amx):
     assert after[:, :, :20].equal(before[:, :, :20])
 
 
-def test_threads_and_memory_change_no_bit(monkeypatch):
-    q, k, v = random(2, 4, 300, 48), random(2, 2, 300, 48), random(2, 2, 300, 80)
+@pytest.mark.parametrize(("dtype", "amx"), EITHER)
+def test_threads_and_memory_change_no_bit(dtype, amx, monkeypatch):
+    shapes = (2, 4, 300, 48), (2, 2, 300, 48), (2, 2, 300, 80)
+    q, k, v = (random(*shape, dtype=dtype) for shape in shapes)
     starts, stops = causal(300, 300)
-    options = {"scale": 0.2, "starts": starts, "stops": stops}
+    options = {"scale": 0.2, "starts": starts, "stops": stops, "amx": amx}
     torch.set_num_threads(1)
     wanted = prefill(q, k, v, **options)[0]
     torch.set_num_threads(2)
@@ -133,6 +140,7 @@ def test_threads_and_memory_change_no_bit(monkeypatch):
     assert all(each.equal(wanted) for each in found)
 
 
+@pytest.mark.skipif(products() is None, reason="no instructions for bfloat16")
 def test_torchs_own_products_still_work_on_the_same_threads():
     """torch's kernels configure AMX tiles too; those of one must not change the other's."""
     a = random(256, 256)
@@ -144,6 +152,7 @@ def test_torchs_own_products_still_work_on_the_same_threads():
 
 
 def test_a_processor_without_bfloat16_instructions():
+    """It has those for float32."""
     code = """
 import torch
 from regard import attend, explain, prepare, Causal
@@ -155,5 +164,8 @@ except ValueError as error:
 else:
     raise AssertionError
 assert prepare(q, q, q).name != "tiled"
+q = q.float()
+one, other = (attend(q, q, q, mask=Causal(), backend=name) for name in ("tiled", "eager"))
+assert (one - other).abs().max() < 1e-5
 """
     run_python(code, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+avx2,+fma")

@@ -54,8 +54,8 @@ class InstalledLayer:
 
     Examples:
         >>> from regard.hf import InstalledLayer
-        >>> print(InstalledLayer("layers.0", "GQA", 9, 3, 64, None, (), "sdpa", "fused"))
-        GQA 9 heads on 3 of 64; prefill: sdpa, decode: fused
+        >>> print(InstalledLayer("layers.0", "GQA", 9, 3, 64, None, (), "tiled", "fused"))
+        GQA 9 heads on 3 of 64; prefill: tiled, decode: fused
     """
 
     name: str
@@ -89,10 +89,10 @@ class Installation:
 
     Examples:
         >>> from regard.hf import Installation, InstalledLayer
-        >>> layer = InstalledLayer("layers.0", "GQA", 9, 3, 64, None, (), "sdpa", "fused")
+        >>> layer = InstalledLayer("layers.0", "GQA", 9, 3, 64, None, (), "tiled", "fused")
         >>> print(Installation("LlamaForCausalLM", (layer,), {}))
         LlamaForCausalLM: 1 attention layer runs on regard
-          layers.0: GQA 9 heads on 3 of 64; prefill: sdpa, decode: fused
+          layers.0: GQA 9 heads on 3 of 64; prefill: tiled, decode: fused
     """
 
     model: str

@@ -1,7 +1,8 @@
-"""Prefill in bfloat16 on a CPU with a compiled kernel, by AMX or AVX-512's bfloat16 instructions.
+"""Prefill on a CPU with a compiled kernel: in bfloat16 by AMX or by AVX-512's instructions for it,
+in float32 by products on vectors of AVX-512 or AVX2.
 
-Products, softmax and sums are in float32, as `precision="strict"` needs; weights are rounded to
-bfloat16 before they multiply values, and the total is of the rounded ones. LLVM compiles it through
+Products, softmax and sums are in float32, as `precision="strict"` needs; weights in bfloat16 are
+rounded before they multiply values, and the total is of the rounded ones. LLVM compiles it through
 numba on the machine, in some seconds for each new head size, and numba caches it on disk. Needs the
 extra `regard[cpu]`.
 """
@@ -28,6 +29,10 @@ _SIDE = 32  # queries in a block, and keys
 _FAR = (1 << 31) - 1  # a key after all others
 _SOFTMAX = 0.25  # times as long as in torch's kernel
 _OPERATORS = 30  # operators that starting a call costs as much as
+_LANES = 8  # float32 elements of a vector, at least: narrower ones were not measured
+# Seconds, once for each head size. In float32 torch has a kernel already, so that calls of fewer
+# operations, a millisecond, are no reason to compile one.
+_COMPILING, _WORTH_COMPILING = 2.0, 2**28
 
 
 def objection(call: Call) -> str | None:
@@ -35,8 +40,8 @@ def objection(call: Call) -> str | None:
         return "tiled needs at least one query and one visible key"
     if call.num_queries < _LEAST:
         return f"tiled is for many queries: {call.num_queries} are fewer than {_LEAST}"
-    if call.device.type != "cpu" or call.dtype != torch.bfloat16:
-        return f"tiled is for bfloat16 on a CPU, got {call.dtype} on {call.device}"
+    if call.device.type != "cpu" or call.dtype not in (torch.bfloat16, torch.float32):
+        return f"tiled is for bfloat16 and float32 on a CPU, got {call.dtype} on {call.device}"
     if call.needs_grad:
         return "tiled has no gradient; call it under torch.no_grad() or torch.inference_mode()"
     if call.dropout or call.softcap is not None or call.score_bias is not None:
@@ -49,7 +54,7 @@ def objection(call: Call) -> str | None:
             "tiled takes plain tensors: no torch.func transform, dispatch mode, tensor subclass or "
             "forward-mode derivative"
         )
-    return _shape_objection(call) or _machine_objection()
+    return _shape_objection(call) or _machine_objection(call.dtype)
 
 
 def _shape_objection(call: Call) -> str | None:
@@ -67,22 +72,30 @@ def _shape_objection(call: Call) -> str | None:
 
 
 @functools.cache
-def _machine_objection() -> str | None:
+def _machine_objection(dtype: torch.dtype) -> str | None:
     if find_spec("numba") is None:
         return "tiled needs numba: python -m pip install 'regard[cpu]'"
     from regard.ops.kernels.launching_prefill import products
+    from regard.ops.kernels.vectors import machine_lanes
 
-    if products() is None:
+    if dtype == torch.float32 and machine_lanes() < _LANES:
+        return "tiled needs a processor with AVX2 or AVX-512 for float32"
+    if dtype == torch.bfloat16 and products() is None:
         return "tiled needs a processor with bfloat16 instructions (AVX512-BF16 or AMX)"
     return None
 
 
 def estimate(call: Call) -> float:
-    """The time of products and softmax, and of packing keys and values."""
+    """The time of products and softmax, and in bfloat16 of packing keys and values; of small calls
+    in float32 with the time of compiling."""
     found = intervals_of(call.mask, call.span)
     assert found is not None
     scores = call.num_heads * call.batch / found[0].shape[0] * _scores(*found)
     width = call.head_dim + call.v_head_dim
+    if call.dtype == torch.float32:
+        work = 2 * width * scores
+        compiling = _COMPILING * (work < _WORTH_COMPILING)
+        return compiling + _OPERATORS * SPEED.call + work / SPEED.products
     packed = call.batch * call.num_kv_heads * call.num_keys * width
     each = 2 * width / SPEED.tiled + _SOFTMAX / SPEED.scores
     return _OPERATORS * SPEED.call + scores * each + packed / SPEED.rows_half

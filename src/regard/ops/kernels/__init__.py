@@ -27,7 +27,7 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     row_products.py   chains of few rows times weights: norms, gated products, with these vectors
     chaining.py       `linear`, `PreparedChain.run`: those, with tensors as addresses
 
-The kernel of `tiled`, for many queries in bfloat16, shares intrinsics and vectors:
+The kernel of `tiled`, for many queries in bfloat16 or float32, shares intrinsics and vectors:
 
     panels.py             what it is compiled for (`Panel`), what a call is given (`Prefill`)
     prefilling.py         the kernel: packing, then for each block of keys two products, a softmax

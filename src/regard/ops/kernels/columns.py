@@ -9,11 +9,10 @@ from llvmlite import ir
 from numba import types
 
 from regard.ops.kernels.intrinsics import emits
-from regard.ops.kernels.panels import POWER, RISE, ROW, SIDE
+from regard.ops.kernels.panels import HALVES, POWER, RISE, ROW, SIDE
 from regard.ops.kernels.tiles import HIDDEN
 from regard.ops.kernels.vectors import BFLOAT, FLOAT, INT16, INT32, INT64, call
 
-HALVES = (0, 64)  # byte offsets of the two vectors of a row
 HIGH = -65536  # the upper 16 bits of an int32
 HALF_UNIT = 2.0**-8  # half a unit in the last place of a bfloat16 in [1, 2)
 ONES = 0x3F803F80  # the bits of a pair of bfloat16 ones
@@ -77,7 +76,8 @@ def raise_maxima(e, panel, count, scores, state, sums, scale):
         factors = []
         for i, x, old, higher in zip(HALVES, tops, before, above, strict=True):
             e.write(b.select(higher, x, old), state, i)
-            factors.append(b.select(higher, power(e, b.fsub(old, x)), e.constant(1.0)))
+            shrunk = e.exp2(b.fsub(old, x)) if panel.full else power(e, b.fsub(old, x))
+            factors.append(b.select(higher, shrunk, e.constant(1.0)))
         totals = b.add(state, INT64(ROW))
         for address, rows in ((sums, SIDE * panel.strips), (totals, 1)):
             with e.loop(INT64(rows)) as j:
@@ -102,7 +102,11 @@ def _maxima(e, count, scores):
 @emits(types.void)
 @no_type_check
 def powers(e, panel, count, scores, state, scale):
-    """Replace scores by bfloat16 weights in the same memory; totals add up the rounded weights."""
+    """Replace scores by weights in the same memory: bfloat16, or float32 where the panel is `full`;
+    totals add up the weights as they are stored."""
+    if panel.full:
+        _full_powers(e, count, scores, state, scale)
+        return
     b, scale, ones = e.builder, e.broadcast(scale), e.word(ONES)
     tops = [b.fsub(e.constant(-0.0), e.read(state, i)) for i in HALVES]
     totals = [e.variable(e.read(state, ROW + i)) for i in HALVES]
@@ -118,6 +122,20 @@ def powers(e, panel, count, scores, state, scale):
             b.store(e.dot_pairs(pair, ones, b.load(total)), total)
     for i, total in zip(HALVES, totals, strict=True):
         e.write(b.load(total), state, ROW + i)
+
+
+@no_type_check
+def _full_powers(e, count, scores, state, scale):
+    scale, tops = e.broadcast(scale), [e.read(state, i) for i in HALVES]
+    totals = [e.variable(e.read(state, ROW + i)) for i in HALVES]
+    with e.loop(count) as j:
+        row = e.advance(scores, j, ROW)
+        for i, top, total in zip(HALVES, tops, totals, strict=True):
+            x = e.exp2(e.builder.fsub(e.builder.fmul(e.read(row, i), scale), top))
+            e.write(x, row, i)
+            e.builder.store(e.builder.fadd(e.builder.load(total), x), total)
+    for i, total in zip(HALVES, totals, strict=True):
+        e.write(e.builder.load(total), state, ROW + i)
 
 
 # ---- packing -----------------------------------------------------------------------------------
@@ -144,18 +162,22 @@ def _words_of(e, address, elements):
 @emits(types.void)
 @no_type_check
 def pack_queries(e, panel, first, count, q, stride, target):
-    """Queries first ... first + 31 as rows of pairs; those from `count` on repeat the last one."""
+    """Queries first ... first + 31 as rows of pairs, or of float32 numbers; those from `count` on
+    repeat the last one."""
+    columns = SIDE // 2 if panel.full else SIDE
     wanted = [e.builder.add(first, INT64(i)) for i in range(SIDE)]
     places = [_row(e, q, stride, i, count)[0] for i in wanted]
 
     def block(step, elements):
         to = e.advance(target, step, 16 * ROW)
         for offset, half in zip(HALVES, (places[:16], places[16:]), strict=True):
-            rows = [_words_of(e, e.advance(at, step, 64), elements) for at in half]
+            rows = [
+                _words_of(e, e.advance(at, step, 64), SIDE * elements // columns) for at in half
+            ]
             for i, row in enumerate(e.transposed(rows)):
                 e.write(row, to, ROW * i + offset)
 
-    _blocks(e, panel.width, SIDE, block)
+    _blocks(e, panel.width, columns, block)
 
 
 @emits(types.void)

@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.ops.kernels.launching import place_of, workspace
 from regard.ops.kernels.panels import (
     BLOCK,
+    LANES,
     PACKED_PREFILL,
     PARTS,
     ROW,
@@ -23,7 +24,7 @@ from regard.ops.kernels.panels import (
 )
 from regard.ops.kernels.prefilling import attending, packing
 from regard.ops.kernels.threads import launch
-from regard.ops.kernels.vectors import machine_features, multiplies_pairs
+from regard.ops.kernels.vectors import machine_features, machine_lanes, multiplies_pairs
 
 LOG2E = math.log2(math.e)
 LINE = 64  # bytes of a cache line
@@ -61,8 +62,9 @@ def _palette() -> Any:
 
 
 @functools.cache
-def _compiled(panel: Panel) -> tuple[int, int]:
-    return int(packing(panel).address), int(attending(panel).address)
+def _compiled(panel: Panel) -> tuple[int, ...]:
+    packs = () if panel.full else (int(packing(panel).address),)
+    return *packs, int(attending(panel).address)
 
 
 def prefill(
@@ -77,15 +79,19 @@ def prefill(
     wide: bool = False,
     amx: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q `[B, H, L, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`, all bfloat16.
+    """Attention of q `[B, H, L, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
-    A query may attend to the keys `starts` to `stops` (exclusive), `[B or 1, L]` int32. Returns the
-    output `[B, H, L, Dv]` in bfloat16; with `wide` in float32, and the log-sum-exps `[B, H, L]`.
+    All are bfloat16, or all are float32. A query may attend to the keys `starts` to `stops`
+    (exclusive), `[B or 1, L]` int32. Returns the output `[B, H, L, Dv]` in the same dtype; with
+    `wide` in float32, and the log-sum-exps `[B, H, L]`.
     Widths are multiples of 16, `scale` is positive, last dimensions are contiguous; L and S > 0.
     """
     (b, h, rows, d), (g, s), dv = q.shape, k.shape[1:3], v.shape[3]
-    panel = Panel(d, dv, products() == "amx" if amx is None else amx, wide)
-    half, kind = torch.bfloat16, torch.float32 if wide else torch.bfloat16
+    full = q.dtype is torch.float32
+    amx = not full and products() == "amx" if amx is None else amx
+    panel = Panel(d, dv, amx, wide or full, full, machine_lanes() if full else LANES)
+    dtype = torch.float32 if full else torch.bfloat16
+    kind = torch.float32 if wide else dtype
     out = torch.empty(b, rows, h, dv, dtype=kind, device="cpu").transpose(1, 2)
     blocks = -(-rows // SIDE)
     padded = blocks * SIDE
@@ -96,12 +102,13 @@ def prefill(
     taken = min(blocks, -(-PARTS // group))
     scratch_bytes = TILE + taken * group * panel.part_bytes + BLOCK * ROW
     groups = -(-s // SIDE)
-    pair_bytes = groups * (panel.key_bytes + panel.value_bytes)
-    most = min(b * g, max(1, PACKED_BYTES // pair_bytes))
+    pair_bytes = 0 if full else groups * (panel.key_bytes + panel.value_bytes)
+    most = min(b * g, max(1, PACKED_BYTES // max(1, pair_bytes)))
     space = workspace(LINE + most * pair_bytes + threads * scratch_bytes)
     packed, values = space + LINE, space + LINE + most * groups * panel.key_bytes
-    places = [*place_of("q", q, half, (b, h, rows, d)), *place_of("k", k, half, (b, g, s, d)),
-              *place_of("v", v, half, (b, g, s, dv)), *place_of("out", out, kind, (b, h, rows, dv)),
+    places = [*place_of("q", q, dtype, (b, h, rows, d)), *place_of("k", k, dtype, (b, g, s, d)),
+              *place_of("v", v, dtype, (b, g, s, dv)),
+              *place_of("out", out, kind, (b, h, rows, dv)),
               *(x.ctypes.data for x in limits), 0 if len(limits[0]) == 1 else padded,
               0 if tall is None else tall.data_ptr(), state.data_ptr() if wide else 0,
               packed, values, space, space + LINE + most * pair_bytes, scratch_bytes,

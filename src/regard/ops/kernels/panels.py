@@ -12,6 +12,7 @@ PARTS = 4  # blocks of queries of a task, at least: they share what is read of k
 RISE = 8.0  # powers of 2 that a score may be above the maximum in use before sums are rescaled
 TILE = 1024  # bytes of an AMX tile: 16 rows of 64 bytes
 ROW = 4 * SIDE  # bytes of a row of scores or sums: one float32 for each query of a block
+HALVES = (0, 64)  # byte offsets of the two vectors of a row
 POWER = (  # coefficients of 2**f on [0, 1], lowest power first: minimax, relative error 2**-13.7
     0.99992526, 0.69583350, 0.22606720, 0.07802454,
 )  # fmt: skip
@@ -24,6 +25,8 @@ class Panel(NamedTuple):
     value_width: int  # elements of a value, Dv: a multiple of 16
     amx: bool  # products by AMX tiles; otherwise by AVX-512's dot products of bfloat16 pairs
     wide: bool  # the output is float32; otherwise bfloat16
+    full: bool = False  # q, k and v are float32, read where they lie and multiplied by FMA
+    machine: int = LANES  # float32 elements of a vector of the processor, where the panel is full
 
     @property
     def lanes(self) -> int:
@@ -52,8 +55,25 @@ class Panel(NamedTuple):
 
     @property
     def sums_at(self) -> int:
-        """The offset of a block's sums, after its packed queries."""
-        return 2 * TILE * self.steps
+        """The offset of a block's sums, after its packed queries: a row of words for each number of
+        a query, or for each pair."""
+        return ROW * self.width if self.full else 2 * TILE * self.steps
+
+    @property
+    def rows(self) -> int:
+        """Keys, or columns of values, whose products with `together` stay in registers: AVX-512 has
+        32 of them, AVX2 has 16 of half the length."""
+        return 8 if self.machine == LANES else 4
+
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """Offsets of the vectors of a row of queries, divided into those multiplied at once."""
+        return (HALVES,) if self.machine == LANES else tuple((each,) for each in HALVES)
+
+    @property
+    def read(self) -> int:
+        """Bytes of one element of q, k and v."""
+        return 4 if self.full else 2
 
     @property
     def state_at(self) -> int:

@@ -1,4 +1,4 @@
-"""Attention of many queries in bfloat16 on a CPU, compiled by LLVM through numba.
+"""Attention of many queries in bfloat16 or float32 on a CPU, compiled by LLVM through numba.
 
 A task is some blocks of 32 queries of the heads that share a key head. For each block of keys that
 they may attend to, a task computes the transposed scores, k q^T, and their powers of 2, which are
@@ -27,7 +27,14 @@ from regard.ops.kernels.columns import (
 )
 from regard.ops.kernels.intrinsics import floats, next_number
 from regard.ops.kernels.panels import BLOCK, PREFILL, ROW, SIDE, TILE, Panel
-from regard.ops.kernels.products import add_product, begin_tiles, end_tiles, product
+from regard.ops.kernels.products import (
+    add_product,
+    add_values,
+    begin_tiles,
+    end_tiles,
+    product,
+    score_keys,
+)
 from regard.ops.kernels.tiles import LOWEST
 
 phase = numba.njit(inline="always")  # LLVM's inlining would double the kernel's machine code
@@ -95,9 +102,7 @@ def attend(panel, call, pair, first, last, parts, scores):
     """Blocks first ... last - 1 of the queries of a key head."""
     batch = (call.first + pair) // call.kv_heads
     head = (call.first + pair) % call.kv_heads * call.group
-    groups = (call.keys + SIDE - 1) // SIDE
-    keys = call.packed_keys + pair * groups * panel.key_bytes
-    values = call.packed_values + pair * groups * panel.value_bytes
+    keys, key_pace, values, value_pace = keys_of(panel, call, pair, batch)
     limits = 4 * (batch * call.limits_batch)
     begin(panel, call, batch, head, first, last, parts)
     low, high = call.keys, 0
@@ -111,16 +116,16 @@ def attend(panel, call, pair, first, last, parts, scores):
             stop = min(j + BLOCK, (stop + SIDE - 1) // SIDE * SIDE)
             if start >= stop:
                 continue
-            k, v = (
-                keys + start // SIDE * panel.key_bytes,
-                values + start // SIDE * panel.value_bytes,
-            )
+            k, v = keys + start // SIDE * key_pace, values + start // SIDE * value_pace
             at = limits + 4 * SIDE * block
             for i in range(call.group):
                 part = parts + ((block - first) * call.group + i) * panel.part_bytes
                 for n in range(start, stop, SIDE):
-                    product(panel, panel.steps, k + (n - start) // SIDE * panel.key_bytes, 2 * TILE,
-                            part, scores + (n - start) * ROW)  # fmt: skip
+                    at_n, found = k + (n - start) // SIDE * key_pace, scores + (n - start) * ROW
+                    if panel.full:
+                        score_keys(panel, at_n, key_pace // SIDE, call.keys - 1 - n, part, found)
+                    else:
+                        product(panel, panel.steps, at_n, 2 * TILE, part, found)
                     if n < inner or n + SIDE > end:
                         hide(
                             panel, n, call.starts + at, call.stops + at, scores + (n - start) * ROW
@@ -128,10 +133,30 @@ def attend(panel, call, pair, first, last, parts, scores):
                 sums, state, count = part + panel.sums_at, part + panel.state_at, stop - start
                 raise_maxima(panel, count, scores, state, sums, call.scale)
                 powers(panel, count, scores, state, call.scale)
-                for c in range(panel.strips):
-                    add_product(panel, count // SIDE, v + 2 * TILE * c, panel.value_bytes, scores,
-                                sums + SIDE * ROW * c)  # fmt: skip
+                if panel.full:
+                    add_values(panel, min(count, call.keys - start), v, value_pace // SIDE, scores,
+                               sums)  # fmt: skip
+                else:
+                    for c in range(panel.strips):
+                        add_product(panel, count // SIDE, v + 2 * TILE * c, value_pace, scores,
+                                    sums + SIDE * ROW * c)  # fmt: skip
     finish(panel, call, batch, head, first, last, parts)
+
+
+@phase
+@no_type_check
+def keys_of(panel, call, pair, batch):
+    """The addresses of the keys and values of a key head, and the bytes of `SIDE` of each: packed,
+    or where float32 ones lie."""
+    if panel.full:
+        head = (call.first + pair) % call.kv_heads
+        keys = call.k + 4 * (batch * call.k_batch + head * call.k_head)
+        values = call.v + 4 * (batch * call.v_batch + head * call.v_head)
+        return keys, 4 * SIDE * call.k_row, values, 4 * SIDE * call.v_row
+    groups = (call.keys + SIDE - 1) // SIDE
+    keys = call.packed_keys + pair * groups * panel.key_bytes
+    values = call.packed_values + pair * groups * panel.value_bytes
+    return keys, panel.key_bytes, values, panel.value_bytes
 
 
 @phase
@@ -141,8 +166,8 @@ def begin(panel, call, batch, head, first, last, parts):
     for block in range(first, last):
         for i in range(call.group):
             part = parts + ((block - first) * call.group + i) * panel.part_bytes
-            q = call.q + 2 * (batch * call.q_batch + (head + i) * call.q_head)
-            pack_queries(panel, block * SIDE, call.queries, q, 2 * call.q_row, part)
+            q = call.q + panel.read * (batch * call.q_batch + (head + i) * call.q_head)
+            pack_queries(panel, block * SIDE, call.queries, q, panel.read * call.q_row, part)
             maximum, total = LOWEST, np.float32(0)
             if call.sinks != 0:
                 maximum, total = floats(call.sinks)[head + i], np.float32(1)

@@ -1,8 +1,9 @@
-"""Matrix products of packed bfloat16 blocks with float32 sums, as intrinsics of numba.
+"""Matrix products of a prefill kernel with float32 sums, as intrinsics of numba.
 
-`c [32, 32] = a [32, 32 steps] b [32 steps, 32]`, by AMX tiles or dot products of pairs.
-Both read the same packed blocks: of `a` 16 rows of 32 columns after each other, of `b` rows of 32
-pairs, a pair being two elements of a column.
+Of packed bfloat16 blocks `c [32, 32] = a [32, 32 steps] b [32 steps, 32]`, by AMX tiles or dot
+products of pairs. Both read the same blocks: of `a` 16 rows of 32 columns after each other, of `b`
+rows of 32 pairs, a pair being two elements of a column. Of float32 the right operand has the same
+rows of 32 numbers, and keys and values are read where they lie, one number at a time.
 """
 
 from typing import no_type_check
@@ -12,7 +13,7 @@ from numba import types
 
 from regard.ops.kernels.intrinsics import emits
 from regard.ops.kernels.panels import ROW, SIDE, TILE
-from regard.ops.kernels.vectors import BYTE, INT32, INT64, call
+from regard.ops.kernels.vectors import BYTE, FLOAT, INT32, INT64, call
 
 ROWS = 8  # of `a` whose dot products with 32 columns are in registers: 16 of 32 vectors
 STEP = ROW * SIDE // 2  # bytes of 32 rows of `b`: 16 rows of pairs
@@ -93,6 +94,63 @@ def _multiply_pairs(e, x, y, cells):
             both = e.shuffle(first, first, [0] * e.lanes)
             for cell, other in zip(cells[2 * row : 2 * row + 2], ys, strict=True):
                 e.builder.store(e.dot_pairs(both, other, e.builder.load(cell)), cell)
+
+
+# ---- float32 -----------------------------------------------------------------------------------
+
+
+@emits(types.void)
+@no_type_check
+def score_keys(e, panel, keys, stride, last, queries, scores):
+    """scores[j, :32] = keys[j] . queries for 32 keys; those after `last` are read as `last`."""
+    for columns in panel.together if panel.full else ():
+        with e.loop(INT64(SIDE // panel.rows)) as part:
+            first = e.builder.mul(part, INT64(panel.rows))
+            wanted = [e.builder.add(first, INT64(m)) for m in range(panel.rows)]
+            some = [e.builder.icmp_signed("<", i, last) for i in wanted]
+            wanted = [e.builder.select(*pair, last) for pair in zip(some, wanted, strict=True)]
+            places = [e.builder.add(keys, e.builder.mul(i, stride)) for i in wanted]
+            start = [e.constant(0.0) for _ in range(panel.rows * len(columns))]
+            found = _sums(e, INT64(panel.width), places, INT64(4), queries, columns, start)
+            _write(e, found, e.advance(scores, first, ROW), columns)
+
+
+@emits(types.void)
+@no_type_check
+def add_values(e, panel, count, values, stride, weights, sums):
+    """sums[c, :32] += the sum over j < `count` of values[j, c] weights[j, :32]."""
+    for columns in panel.together if panel.full else ():
+        with e.loop(INT64(panel.value_width // panel.rows)) as part:
+            first = e.builder.mul(part, INT64(panel.rows))
+            at, target = e.advance(values, first, 4), e.advance(sums, first, ROW)
+            places = [e.builder.add(at, INT64(4 * m)) for m in range(panel.rows)]
+            start = [e.read(target, ROW * m + c) for m in range(panel.rows) for c in columns]
+            found = _sums(e, count, places, stride, weights, columns, start)
+            _write(e, found, target, columns)
+
+
+@no_type_check
+def _sums(e, count, places, pace, factors, columns, start):
+    """`start` plus the sum over j < `count` of the number at each place, `pace` bytes further for
+    each j, times the columns of row j of the factors."""
+    cells = [e.variable(x) for x in start]
+    with e.loop(count) as j:
+        row, further = e.advance(factors, j, ROW), e.builder.mul(j, pace)
+        ys = [e.read(row, c) for c in columns]
+        for m, place in enumerate(places):
+            at = e.pointer(FLOAT, place, further)
+            one = e.broadcast(e.builder.load(at, align=4))
+            for cell, y in zip(cells[m * len(ys) : (m + 1) * len(ys)], ys, strict=True):
+                e.accumulate(cell, one, y)
+    return [e.builder.load(cell) for cell in cells]
+
+
+@no_type_check
+def _write(e, found, target, columns):
+    """Write sums to the columns of rows."""
+    for i, x in enumerate(found):
+        row, column = divmod(i, len(columns))
+        e.write(x, target, ROW * row + columns[column])
 
 
 # ---- both --------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@
     python benchmarks/whole_model.py --tiny                a few tokens, to test this
 
 Every contestant continues the same text by the same number of tokens, greedily, from a cache that
-holds the text; the figure is the milliseconds of one token. The seconds for reading the text are those of each one's
-first call. Each has a process of its own, which is
-stopped while the others have their turns; it takes some 1.5 GB of memory. The weights are the same
-numbers: those of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0
-rounds them further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the
-request. Left unequal: it keeps keys in float16 by default, where regard has the dtype of the model,
-and the wheel is compiled for AVX2. Codes are read in llama.cpp by products of integers, for which
-the query is rounded to 8 bits too; regard multiplies float32.
+holds the text; the figure is the milliseconds of one token. Below it are the seconds for the text,
+which each reads once, before its first token. Each has a process of its own, which is stopped while
+the others have their turns; it takes some 1.5 GB of memory. The weights are the same numbers: those
+of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0 rounds them
+further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the request. Left
+unequal: it keeps keys in float16 by default, where regard has the dtype of the model, and the wheel
+is compiled for AVX2. Codes are read in llama.cpp by products of integers, for which the query is
+rounded to 8 bits too; regard multiplies float32.
 
 OpenVINO GenAI reads the GGUF with weights in float16 and computes in float32; mistral.rs reads the
 checkpoint in float32. They are given the text and divide it into tokens themselves, and report

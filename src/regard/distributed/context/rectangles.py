@@ -175,8 +175,8 @@ def attend_rectangle(
 
 
 def _runs_tiled(scoring: Scoring, place: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the compiled kernel for bfloat16, whose partial results are float32, is chosen."""
-    if q.dtype != torch.bfloat16 or scoring.backend != "auto":
+    """Whether the compiled kernel for prefills, whose partial results are float32, is chosen."""
+    if scoring.backend != "auto":
         return False
     heads = place.of_queries(q), place.of_keys(k), place.of_keys(v)
     return scoring.prepared(place.span, *heads, None).name == "tiled"

@@ -31,8 +31,8 @@ _SOFTMAX = 0.25  # times as long as in torch's kernel
 _OPERATORS = 30  # operators that starting a call costs as much as
 _LANES = 8  # float32 elements of a vector, at least: narrower ones were not measured
 # Seconds, once for each head size. In float32 torch has a kernel already, so that calls of fewer
-# operations, a millisecond, are no reason to compile one.
-_COMPILING, _WORTH_COMPILING = 2.0, 2**28
+# operations, a third of a millisecond, are no reason to compile one.
+_COMPILING, _WORTH_COMPILING = 2.0, 2**26
 
 
 def objection(call: Call) -> str | None:

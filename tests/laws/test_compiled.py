@@ -72,5 +72,6 @@ def test_one_exported_program_serves_every_batch_and_length(traced):
 
 def test_graphs_give_what_backends_that_stay_out_of_them_give():
     found = run("attend")
-    assert {each["name"] for each in found.values()} == {"fused", "blocked"}
+    names = {each["name"] for each in found.values()}
+    assert "fused" in names and names & {"blocked", "tiled"}
     assert max(each["gap"] for each in found.values()) <= 1e-6

@@ -61,7 +61,8 @@ def check(q, k, v, limits, scale=None, **given):
     if given.get("wide"):
         visible = sums > -torch.inf
         assert lse[~visible].eq(-torch.inf).all()
-        torch.testing.assert_close(lse[visible].double(), sums[visible], rtol=0, atol=2.0**-9)
+        atol = 2.0**-9 if q.dtype is HALF else most * unit
+        torch.testing.assert_close(lse[visible].double(), sums[visible], rtol=0, atol=atol)
     return out
 
 

@@ -127,8 +127,9 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Tensor:
         raise ValueError(
-            "attention in blocks, or over ranks, has no second derivative, because its backward "
-            "pass is not recorded; on one device backend='eager' has every derivative"
+            "attention in blocks, by a compiled kernel or over ranks has no second derivative, "
+            "because its backward pass is not recorded; on one device backend='eager' has every "
+            "derivative"
         )
 
 

@@ -88,13 +88,96 @@ def test_a_long_prefill_chooses_it(precision, dtype):
     assert prepare(q, k, k, mask=Causal(), precision=precision).name == "tiled"
     assert prepare(q, k, k, mask=Causal() | Prefix(99), precision=precision).name == "tiled"
     learned = q.clone().requires_grad_()
-    assert prepare(learned, k, k, mask=Causal(), precision=precision).name != "tiled"
+    name = prepare(learned, k, k, mask=Causal(), precision=precision).name
+    assert (name == "tiled") == (dtype is FULL)
 
 
 @wide
 def test_a_short_prefill_in_float32_compiles_nothing():
     q = torch.randn(1, 8, 200, 64)
     assert prepare(q, q, q, mask=Causal()).name != "tiled"
+
+
+def gradients(inputs, backend, **options):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    *rows, sinks = inputs
+    out = attend(*rows, sinks=sinks, backend=backend, **options)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, inputs, slope)]
+
+
+def drawn(queries=70, keys=70, v_dim=32):
+    shapes = (2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, v_dim), (4,)
+    return [torch.randn(shape) for shape in shapes]
+
+
+GRADIENTS = {
+    "all": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Causal() & SlidingWindow(9)},
+    "padding": {"mask": Causal() & Padding.from_lengths([70, 40])},
+    "some see nothing": {"mask": Causal() & Padding(torch.arange(70) >= torch.tensor([[0], [30]]))},
+    "scale": {"mask": Causal(), "scale": 1.5},
+}
+
+
+@wide
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_the_definition(name):
+    """At most 5 times the error of the plain implementation in the same dtype."""
+    inputs, options = drawn(), GRADIENTS[name]
+    exact = gradients([x.double() for x in inputs], "eager", **options)
+    found, plain = (gradients(inputs, backend, **options) for backend in ("tiled", "eager"))
+    for one, other, truth in zip(found, plain, exact, strict=True):
+        least = torch.finfo(FULL).eps * truth.abs().max()
+        assert (one - truth).abs().max() <= 5 * (other - truth).abs().max() + least
+
+
+@wide
+def test_hidden_rows_may_hold_anything_and_has_no_gradient():
+    """Keys that no query sees, and queries that see no key."""
+    inputs, options = drawn(), GRADIENTS["some see nothing"]
+    clean = gradients(inputs, "tiled", **options)
+    for x in inputs[:3]:
+        x[1, :, :30] = torch.nan
+    found = gradients(inputs, "tiled", **options)
+    for one, other in zip(found, clean, strict=True):
+        assert one.equal(other)
+    assert all(x[1, :, :30].eq(0).all() for x in found[:4])
+
+
+@wide
+def test_gradients_of_one_number_given_to_all():
+    """A sum's gradient has no memory of its own for each element."""
+    inputs = [x.requires_grad_() for x in drawn()[:3]]
+    attend(*inputs, mask=Causal(), backend="tiled").sum().backward()
+    torch.testing.assert_close(inputs[2].grad.sum(), torch.tensor(2.0 * 4 * 70 * 32))
+
+
+@wide
+def test_a_second_derivative_is_refused():
+    inputs = [x.requires_grad_() for x in drawn()[:3]]
+    out = attend(*inputs, backend="tiled")
+    (of_q,) = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
+    with pytest.raises(ValueError, match="has no second derivative"):
+        of_q.sum().backward()
+
+
+@wide
+def test_keys_must_not_be_written_before_the_backward_pass():
+    q, k, v, _ = (x.requires_grad_() for x in drawn())
+    k = k * 1
+    out = attend(q, k, v, backend="tiled")
+    k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@able
+def test_bfloat16_has_no_gradient():
+    q = torch.randn(1, 2, 64, 32, dtype=HALF, requires_grad=True)
+    with pytest.raises(ValueError, match="gradients in float32 alone"):
+        attend(q, q, q, backend="tiled")
 
 
 OBJECTIONS = {

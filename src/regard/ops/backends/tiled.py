@@ -1,5 +1,5 @@
 """Prefill on a CPU with a compiled kernel: in bfloat16 by AMX or by AVX-512's instructions for it,
-in float32 by products on vectors of AVX-512 or AVX2.
+in float32, with gradients too, by products on vectors of AVX-512 or AVX2.
 
 Products, softmax and sums are in float32, as `precision="strict"` needs; weights in bfloat16 are
 rounded before they multiply values, and the total is of the rounded ones. LLVM compiles it through
@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.ops.backends.common import columns_contiguous, run_and_check
+from regard.ops.block_gradients import without_derivative
 from regard.ops.call import Call, is_empty, shown
 from regard.ops.mask_tensors import intervals_of
 from regard.ops.partial import Partial
@@ -42,8 +43,13 @@ def objection(call: Call) -> str | None:
         return f"tiled is for many queries: {call.num_queries} are fewer than {_LEAST}"
     if call.device.type != "cpu" or call.dtype not in (torch.bfloat16, torch.float32):
         return f"tiled is for bfloat16 and float32 on a CPU, got {call.dtype} on {call.device}"
-    if call.needs_grad:
-        return "tiled has no gradient; call it under torch.no_grad() or torch.inference_mode()"
+    if call.needs_grad and call.dtype != torch.float32:
+        return (
+            f"tiled has gradients in float32 alone, got {call.dtype}; call it under "
+            "torch.no_grad() or torch.inference_mode()"
+        )
+    if call.needs_grad and call.partial:
+        return "tiled gives no log-sum-exp with a gradient"
     if call.dropout or call.softcap is not None or call.score_bias is not None:
         given = f"(got {shown(call.dropout)}, {shown(call.softcap)})"
         return f"tiled has no dropout, softcap {given} or score_bias"
@@ -117,7 +123,74 @@ def run(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
+    if call.needs_grad:
+        return _with_gradients(call, q, k, v)
     return _attend(call, q, k, v, sinks=call.sinks)[0]
+
+
+def _with_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Hidden keys and queries that see none are zeroed, if there are any, so that they may hold
+    anything: 0 * nan is nan."""
+    found = intervals_of(call.mask, call.span)
+    assert found is not None
+    starts, stops = found
+    hidden, blind = ~_visible(starts, stops, call.num_keys), stops <= starts
+    if hidden.any():
+        k, v = (x.masked_fill(hidden[:, None, :, None], 0) for x in (k, v))
+    if blind.any():
+        q = q.masked_fill(blind[:, None, :, None], 0)
+    rows = map(columns_contiguous, (q, k, v))
+    out: Tensor = _Attention.apply(*rows, call.sinks, starts, stops, call.scale)  # type: ignore[no-untyped-call]
+    return out.masked_fill(blind[:, None, :, None], 0) if blind.any() else out
+
+
+def _visible(starts: Tensor, stops: Tensor, count: int) -> Tensor:
+    """Which of so many keys are visible to some query, `[B or 1, S]`."""
+    edges = torch.zeros(starts.shape[0], count + 1, dtype=torch.int64, device="cpu")
+    step = (starts < stops).long()
+    edges.scatter_add_(1, starts.long(), step).scatter_add_(1, stops.long(), -step)
+    return edges.cumsum(1)[:, :count] > 0
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that saves log-sum-exps, not weights (arXiv:2205.14135)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        starts: Tensor,
+        stops: Tensor,
+        scale: float,
+    ) -> Tensor:
+        from regard.ops.kernels.launching_prefill import prefill
+
+        ctx.options = {"scale": scale, "starts": starts, "stops": stops}
+        out, lse = prefill(q, k, v, sinks=sinks, wide=True, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        from regard.ops.kernels.launching_gradients import prefill_gradients
+
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        with torch.no_grad():
+            totals = (out * slope).sum(-1)
+            above = columns_contiguous(slope)
+            grads = prefill_gradients(above, q, k, v, lse, totals, **ctx.options)
+            of_sinks = None if sinks is None else _of_sinks(sinks, lse, totals)
+        given = q, k, v, sinks
+        return *without_derivative((*grads, of_sinks), slope, *given), None, None, None
+
+
+def _of_sinks(sinks: Tensor, lse: Tensor, totals: Tensor) -> Tensor:
+    """The gradient of sinks: scores whose value is 0."""
+    shares = (sinks[:, None] - lse).exp()
+    return -(shares * totals).sum((0, 2)).to(sinks.dtype)
 
 
 def partial(

@@ -138,6 +138,25 @@ def _full_powers(e, count, scores, state, scale):
         e.write(e.builder.load(total), state, ROW + i)
 
 
+@emits(types.void)
+@no_type_check
+def slopes(e, panel, count, scores, found, lses, totals, scale, power):
+    """Replace scores by weights, and the slopes of weights in `found` by those of scores.
+
+    The log-sum-exps are in powers of 2, as `power` times a score is; a total is the sum of a
+    query's weights times their slopes.
+    """
+    b, scale, power = e.builder, e.broadcast(scale), e.broadcast(power)
+    lses, totals = ([e.read(x, i) for i in HALVES] for x in (lses, totals))
+    with e.loop(count) as j:
+        row, slope = e.advance(scores, j, ROW), e.advance(found, j, ROW)
+        for i, lse, total in zip(HALVES, lses, totals, strict=True):
+            weight = e.exp2(b.fsub(b.fmul(e.read(row, i), power), lse))
+            above = b.fsub(e.read(slope, i), total)
+            e.write(weight, row, i)
+            e.write(b.fmul(b.fmul(weight, scale), above), slope, i)
+
+
 # ---- packing -----------------------------------------------------------------------------------
 
 
@@ -177,7 +196,7 @@ def pack_queries(e, panel, first, count, q, stride, target):
             for i, row in enumerate(e.transposed(rows)):
                 e.write(row, to, ROW * i + offset)
 
-    _blocks(e, panel.width, columns, block)
+    blocks(e, panel.width, columns, block)
 
 
 @emits(types.void)
@@ -256,11 +275,11 @@ def store_rows(e, panel, count, sums, state, out, stride):
                     place = e.advance(to, number, panel.item * columns)
                     b.store(row, e.pointer(row.type, place), align=2)
 
-        _blocks(e, panel.value_width, columns, block)
+        blocks(e, panel.value_width, columns, block)
 
 
 @no_type_check
-def _blocks(e, width, size, body):
+def blocks(e, width, size, body):
     """body(number, elements) for each block of columns; the last one may have fewer elements."""
     with e.loop(INT64(width // size)) as number:
         body(number, size)

@@ -95,7 +95,7 @@ def prefill(
     out = torch.empty(b, rows, h, dv, dtype=kind, device="cpu").transpose(1, 2)
     blocks = -(-rows // SIDE)
     padded = blocks * SIDE
-    limits = [_padded(x, padded) for x in (starts, stops)]
+    limits = [limits_of(x, padded) for x in (starts, stops)]
     state = torch.empty((b, h, 2, padded) if wide else 0, dtype=torch.float32, device="cpu")
     tall = None if sinks is None else (sinks.detach().double() * LOG2E).float().contiguous()
     threads, group = torch.get_num_threads(), h // g
@@ -121,8 +121,8 @@ def prefill(
     return out, _lse(state, rows) if wide else state
 
 
-def _padded(limits: Tensor, count: int) -> Any:
-    """The limits of `count` queries; those that do not exist may attend to nothing."""
+def limits_of(limits: Tensor, count: int) -> Any:
+    """First or last keys of `count` queries; those that do not exist may attend to nothing."""
     found = np.zeros((limits.shape[0], count), np.int32)
     found[:, : limits.shape[1]] = limits.numpy()
     return found

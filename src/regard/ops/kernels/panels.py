@@ -1,7 +1,7 @@
 """What a prefill kernel is compiled for (`Panel`), and what one call of it is given (`Prefill`)."""
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -131,9 +131,52 @@ class Prefill(NamedTuple):
     scale: float  # of the scores, times log2(e): the kernel computes powers of 2
 
 
-def _field(name: str) -> tuple[str, type[np.generic]]:
-    return name, np.float32 if Prefill.__annotations__[name] is float else np.int64
+class Gradients(NamedTuple):
+    """One call of the kernel of gradients, which are contiguous; otherwise as `Prefill`."""
+
+    tasks: int  # query heads of all sequences
+    heads: int  # query heads of a sequence, H
+    group: int  # query heads that share a key head
+    queries: int  # queries of a sequence, L
+    keys: int  # keys of a sequence, S
+    q: int
+    q_batch: int
+    q_head: int
+    q_row: int
+    k: int
+    k_batch: int
+    k_head: int
+    k_row: int
+    v: int
+    v_batch: int
+    v_head: int
+    v_row: int
+    slope: int  # address of the gradient of the output [B, H, L, Dv]
+    slope_batch: int
+    slope_head: int
+    slope_row: int
+    starts: int
+    stops: int
+    limits_batch: int
+    lses: int  # address of the log-sum-exps [B, H, L padded] in float32, times log2(e)
+    totals: int  # address of the sums of outputs times their gradients, the same
+    of_q: int  # address of the gradient of the queries [B, H, L padded, D]
+    of_k: int  # address of each query head's part of that of the keys [B, H, S padded, D]
+    of_v: int  # the same of the values [B, H, S padded, Dv]
+    counters: int  # address of the int64 counters of tasks and of threads
+    scratch: int
+    scratch_bytes: int
+    scale: float  # of the scores
+    power: float  # the same, times log2(e)
 
 
-PREFILL = np.dtype([_field(name) for name in Prefill._fields], align=True)  # as the kernel reads
-PACKED_PREFILL = struct.Struct(f"{len(Prefill._fields) - 1}qf4x")  # the same, as Python packs it
+def _record(call: type[NamedTuple]) -> tuple[np.dtype[Any], struct.Struct]:
+    """A call's fields as the kernel reads them, and as Python packs them: numbers, then floats."""
+    kinds = [np.float32 if each is float else np.int64 for each in call.__annotations__.values()]
+    found = np.dtype(list(zip(call._fields, kinds, strict=True)), align=True)
+    floats = kinds.count(np.float32)
+    return found, struct.Struct(f"{len(kinds) - floats}q{floats}f{4 * (floats % 2)}x")
+
+
+PREFILL, PACKED_PREFILL = _record(Prefill)
+GRADIENTS, PACKED_GRADIENTS = _record(Gradients)

@@ -29,7 +29,7 @@ from regard.ops.kernels.intrinsics import floats, next_number
 from regard.ops.kernels.panels import BLOCK, PREFILL, ROW, SIDE, TILE, Panel
 from regard.ops.kernels.products import (
     add_product,
-    add_values,
+    add_rows,
     begin_tiles,
     end_tiles,
     product,
@@ -76,6 +76,7 @@ def packing(panel: Panel) -> Any:
 @no_type_check
 def attending(panel: Panel) -> Any:
     """The machine code that attends to packed keys: a C function of a `Prefill` record."""
+    square = panel._replace(width=SIDE)  # products with a row for each key, of a block of queries
 
     def prefill(data):
         call = carray(data, 1)[0]
@@ -90,7 +91,8 @@ def attending(panel: Panel) -> Any:
                 break
             pair = task // tasks
             first = (tasks - 1 - (task - pair * tasks)) * call.blocks  # the longest first
-            attend(panel, call, pair, first, min(blocks, first + call.blocks), parts, scores)
+            attend(panel, square, call, pair, first, min(blocks, first + call.blocks), parts,
+                   scores)  # fmt: skip
         end_tiles(panel, scratch)
 
     return compiled_from(prefill, SIGNATURE, *MODULES)
@@ -98,7 +100,7 @@ def attending(panel: Panel) -> Any:
 
 @phase
 @no_type_check
-def attend(panel, call, pair, first, last, parts, scores):
+def attend(panel, square, call, pair, first, last, parts, scores):
     """Blocks first ... last - 1 of the queries of a key head."""
     batch = (call.first + pair) // call.kv_heads
     head = (call.first + pair) % call.kv_heads * call.group
@@ -134,8 +136,8 @@ def attend(panel, call, pair, first, last, parts, scores):
                 raise_maxima(panel, count, scores, state, sums, call.scale)
                 powers(panel, count, scores, state, call.scale)
                 if panel.full:
-                    add_values(panel, min(count, call.keys - start), v, value_pace // SIDE, scores,
-                               sums)  # fmt: skip
+                    add_rows(square, panel.value_width, min(count, call.keys - start), v, 4,
+                             value_pace // SIDE, scores, ROW, sums, ROW)  # fmt: skip
                 else:
                     for c in range(panel.strips):
                         add_product(panel, count // SIDE, v + 2 * TILE * c, value_pace, scores,

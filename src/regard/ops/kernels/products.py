@@ -11,8 +11,9 @@ from typing import no_type_check
 from llvmlite import ir
 from numba import types
 
+from regard.ops.kernels.columns import blocks
 from regard.ops.kernels.intrinsics import emits
-from regard.ops.kernels.panels import ROW, SIDE, TILE
+from regard.ops.kernels.panels import HALVES, ROW, SIDE, TILE
 from regard.ops.kernels.vectors import BYTE, FLOAT, INT32, INT64, call
 
 ROWS = 8  # of `a` whose dot products with 32 columns are in registers: 16 of 32 vectors
@@ -111,31 +112,48 @@ def score_keys(e, panel, keys, stride, last, queries, scores):
             wanted = [e.builder.select(*pair, last) for pair in zip(some, wanted, strict=True)]
             places = [e.builder.add(keys, e.builder.mul(i, stride)) for i in wanted]
             start = [e.constant(0.0) for _ in range(panel.rows * len(columns))]
-            found = _sums(e, INT64(panel.width), places, INT64(4), queries, columns, start)
-            _write(e, found, e.advance(scores, first, ROW), columns)
+            found = _sums(
+                e, INT64(panel.width), places, INT64(4), queries, INT64(ROW), columns, start
+            )
+            for i, x in enumerate(found):
+                row, column = divmod(i, len(columns))
+                e.write(x, e.advance(scores, first, ROW), ROW * row + columns[column])
 
 
 @emits(types.void)
 @no_type_check
-def add_values(e, panel, count, values, stride, weights, sums):
-    """sums[c, :32] += the sum over j < `count` of values[j, c] weights[j, :32]."""
-    for columns in panel.together if panel.full else ():
-        with e.loop(INT64(panel.value_width // panel.rows)) as part:
-            first = e.builder.mul(part, INT64(panel.rows))
-            at, target = e.advance(values, first, 4), e.advance(sums, first, ROW)
-            places = [e.builder.add(at, INT64(4 * m)) for m in range(panel.rows)]
-            start = [e.read(target, ROW * m + c) for m in range(panel.rows) for c in columns]
-            found = _sums(e, count, places, stride, weights, columns, start)
-            _write(e, found, target, columns)
+def add_rows(e, panel, rows, count, a, a_row, a_column, b, b_row, sums, sums_row):
+    """sums[i, :width] += the sum over j < `count` of a[i, j] b[j, :width], for a multiple of eight
+    rows; all lie where their strides in bytes say."""
+    if not panel.full:
+        return
+    size = len(panel.together[0]) * SIDE // 2  # columns at once
+
+    def block(part, number, elements):
+        columns = HALVES[: 2 * elements // SIDE]
+        first = e.builder.mul(part, INT64(panel.rows))
+        wanted = [e.builder.add(first, INT64(m)) for m in range(panel.rows)]
+        places = [e.builder.add(a, e.builder.mul(i, a_row)) for i in wanted]
+        targets = [e.builder.add(sums, e.builder.mul(i, sums_row)) for i in wanted]
+        targets = [e.advance(at, number, 4 * size) for at in targets]
+        start = [e.read(at, c) for at in targets for c in columns]
+        right = e.advance(b, number, 4 * size)
+        found = _sums(e, count, places, a_column, right, b_row, columns, start)
+        for i, x in enumerate(found):
+            e.write(x, targets[i // len(columns)], columns[i % len(columns)])
+
+    with e.loop(e.builder.udiv(rows, INT64(panel.rows))) as part:
+        blocks(e, panel.width, size, lambda *where: block(part, *where))
 
 
 @no_type_check
-def _sums(e, count, places, pace, factors, columns, start):
+def _sums(e, count, places, pace, factors, factor_pace, columns, start):
     """`start` plus the sum over j < `count` of the number at each place, `pace` bytes further for
     each j, times the columns of row j of the factors."""
     cells = [e.variable(x) for x in start]
     with e.loop(count) as j:
-        row, further = e.advance(factors, j, ROW), e.builder.mul(j, pace)
+        row, further = (e.builder.mul(j, x) for x in (factor_pace, pace))
+        row = e.builder.add(factors, row)
         ys = [e.read(row, c) for c in columns]
         for m, place in enumerate(places):
             at = e.pointer(FLOAT, place, further)
@@ -143,14 +161,6 @@ def _sums(e, count, places, pace, factors, columns, start):
             for cell, y in zip(cells[m * len(ys) : (m + 1) * len(ys)], ys, strict=True):
                 e.accumulate(cell, one, y)
     return [e.builder.load(cell) for cell in cells]
-
-
-@no_type_check
-def _write(e, found, target, columns):
-    """Write sums to the columns of rows."""
-    for i, x in enumerate(found):
-        row, column = divmod(i, len(columns))
-        e.write(x, target, ROW * row + columns[column])
 
 
 # ---- both --------------------------------------------------------------------------------------

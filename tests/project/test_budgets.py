@@ -50,8 +50,9 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     # shares of threads that lie side by side in memory, 21;
     # steps of padded rows repeated, 54 lines: they took twice as long as others;
     # steps of a whole model over buffers, pages and latents, 400, and what must hold for them;
-    # weights of a model moved to huge pages, 30
-    "hf": (4800, 8600),
+    # weights of a model moved to huge pages, 30; many rows of float32 by oneDNN, and the MLP of a
+    # prompt some tokens at a time, 53: prompts of 256 tokens take 0.84 of the time
+    "hf": (4800, 8653),
     # with the refining of layers, 78 lines, and `reactions`, 75; text is checked before any work,
     # files that never end are refused; windows begin as the tokenizer begins a text; gradients of
     # the predictions, 89 lines, with which a latent of half of the cache loses a fifth less; text

@@ -223,7 +223,7 @@ def _second(mesh):
     q, k, v = (shards.take(x, ranks.rank, 2).requires_grad_() for x in inputs(8))
     out = attend_shards(q, (k, v), ranks=ranks, shards=shards, mask=Causal())
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(ValueError, match="over ranks, has no second derivative"):
+    with pytest.raises(ValueError, match="over ranks has no second derivative"):
         grad.sum().backward()
 
 

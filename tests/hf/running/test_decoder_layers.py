@@ -105,6 +105,28 @@ def test_a_prompt_gradients_and_autocast_are_left_to_the_layer(chains):
     assert chains == []
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("together", [5, 64])
+def test_the_mlp_of_a_prompt_is_computed_some_tokens_at_a_time(name, together, monkeypatch):
+    """Two rows of 12 tokens as five pieces, or at once: the same hidden states."""
+    monkeypatch.setattr(decoder_layers, "TOGETHER", together)
+    model = model_of(name)
+    prompt, rows = TOKENS.reshape(-1)[:24].view(2, 12), []
+    shipped = model(prompt).logits
+    regard.hf.install(model)
+    run = type(model.model.layers[0].mlp).forward
+
+    def counted(self, x):
+        rows.append(x.numel() // x.shape[-1])
+        return run(self, x)
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", counted)
+    assert_same(model(prompt).logits, shipped)
+    pieces = [5, 5, 5, 5, 4] if together == 5 else [24]
+    assert rows == pieces * SIZES["num_hidden_layers"]
+
+
 @pytest.mark.parametrize("place", ["mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm",
                                    "post_attention_layernorm", "self_attn", "self_attn.q_proj",
                                    "self_attn.o_proj"])  # fmt: skip

@@ -283,3 +283,68 @@ def test_inference_mode_makes_inference_tensors(layer, calls):
     with torch.inference_mode():
         assert layer(torch.randn(1, WIDTH)).is_inference()
     assert calls == [1]
+
+
+@pytest.fixture
+def amd(monkeypatch):
+    """Whether oneDNN ran each product of many rows, on a processor of AMD."""
+    found, run = [], products.by_onednn
+    monkeypatch.setattr(products, "is_amd", lambda: True)
+    monkeypatch.setattr(products, "LARGE", SMALLEST)
+    monkeypatch.setattr(products, "by_onednn", lambda *given: found.append(1) or run(*given))
+    return found
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_of_float32_run_by_onednn_on_a_processor_of_amd(biased, amd):
+    """However inputs, weights and biases lie in memory."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=biased).requires_grad_(False)
+    bind_linear(nn.Sequential(layer))
+    x = torch.randn(3, 2 * MOST_ROWS, WIDTH)
+    wanted = own(layer.double(), x.double())
+    layer.float()
+    apart = x.transpose(0, 1).contiguous().transpose(0, 1)
+    columns = torch.stack([x, x], -1)[..., 0]
+    for each in (x, apart, columns, x[:, 1:], x[1:]):
+        found, target = layer(each), wanted[-each.shape[0] :, -each.shape[1] :]
+        torch.testing.assert_close(found.double(), target, atol=1e-5, rtol=1e-5)
+        assert found.is_contiguous()
+    layer.weight = nn.Parameter(layer.weight.T.contiguous().T, requires_grad=False)
+    torch.testing.assert_close(layer(x).double(), wanted, atol=1e-5, rtol=1e-5)
+    assert len(amd) == 6
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_products_that_onednn_would_refuse_or_misread_are_those_of_torch(layer, amd):
+    x = torch.randn(2 * MOST_ROWS, WIDTH)
+    torch._C._set_mkldnn_enabled(False)  # `torch.backends.mkldnn.flags` warns where it returns
+    try:
+        layer(x)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    layer(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+    x = x.detach()
+    spread = torch.stack([layer.bias, layer.bias], -1)[:, 0]  # oneDNN reads it as if side by side
+    layer.bias = nn.Parameter(spread, requires_grad=False)
+    torch.testing.assert_close(layer(x), own(layer, x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(x[:, :-1])
+    with torch.autocast("cpu"):
+        assert layer(x).dtype is torch.bfloat16
+    assert layer.double()(x.double()).dtype is torch.float64
+    assert amd == []
+
+
+def test_which_products_suit_onednn(monkeypatch):
+    large, small = torch.empty(products.LARGE // 64, 64), torch.empty(products.LARGE // 64 - 1, 64)
+    for name, wanted in (("vendor_id\t: AuthenticAMD", True), ("vendor_id\t: GenuineIntel", False)):
+        monkeypatch.setattr(products, "processor", lambda name=name: ("x86_64", "2", name))
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        monkeypatch.setattr(products, "is_amd", products.is_amd.__wrapped__)
+        assert products.suits_onednn(large) == wanted
+        monkeypatch.undo()
+    monkeypatch.setattr(products, "is_amd", lambda: True)
+    assert not products.suits_onednn(small)
+    assert not products.suits_onednn(large.bfloat16())

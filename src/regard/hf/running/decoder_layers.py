@@ -1,9 +1,13 @@
-"""Decoder layers of Llama's form for few tokens: their products in two calls of compiled code.
+"""Decoder layers of Llama's form: the products of few tokens in two calls of compiled code, the MLP
+of many some tokens at a time.
 
 A decoder layer of transformers calls a dozen modules and starts some thirty operators; for a few
 tokens of a small model that takes longer than to read the weights. Here one call norms the tokens
 and projects queries, keys and values. After attention one call projects the outputs of the heads,
 norms, and runs the gated MLP. Hidden states between the products of a call stay float32.
+
+The MLP of a prompt computes several numbers for each one of the hidden states. Those of all tokens
+at once would take much memory, and be written to it and read from it several times.
 """
 
 from functools import cache
@@ -40,6 +44,8 @@ NORMS = {
     ("gemma", "GemmaRMSNorm"): ("eps", 1.0),
 }
 EPS = [name for name, _ in NORMS.values()]
+TOGETHER = 512  # tokens whose MLP is computed at once: the numbers between its products stay in the
+# processor's caches, and weights are read seldom enough
 ACTIVATIONS = {"SiLU": "SILU", "SiLUActivation": "SILU", "GELUActivation": "GELU",
                "GELUTanh": "GELU_TANH"}  # fmt: skip
 
@@ -53,17 +59,33 @@ def bind_layers(model: nn.Module) -> int:
 
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-    """The forward of the layer's class; of few tokens on a CPU, without gradients, quicker."""
+    """The forward of the layer's class; on a CPU, without gradients, quicker."""
     if not args and _runs_now(hidden_states) and (plan := plan_of(self)).mlp is not None:
-        return _step(self, plan, hidden_states, given)
+        if _are_few(hidden_states):
+            return _step(self, plan, hidden_states, given)
+        if hidden_states.numel() > TOGETHER * hidden_states.shape[-1]:
+            return _prompt(self, hidden_states, given)
     return type(self).forward(self, hidden_states, *args, **given)
 
 
 def _runs_now(x: Tensor) -> bool:
-    """Whether the tokens are few, and nothing traces, differentiates or casts them."""
+    """Whether nothing traces, differentiates or casts tokens on a CPU."""
     if torch.is_grad_enabled() or not is_immediate(x) or torch._C._is_any_autocast_enabled():
         return False
-    return x.is_cpu and 0 < x.numel() <= MOST_ROWS * x.shape[-1] and gains(x.dtype)
+    return x.is_cpu and x.numel() > 0 and gains(x.dtype)
+
+
+def _are_few(x: Tensor) -> bool:
+    return x.numel() <= MOST_ROWS * x.shape[-1]
+
+
+def _prompt(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """The layer's output for the hidden states `[B, L, E]` of many tokens."""
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **given)
+    states = x + attended
+    for rows in states.view(-1, x.shape[-1]).split(TOGETHER):
+        rows += layer.mlp(layer.post_attention_layernorm(rows))
+    return states
 
 
 def _step(layer: Any, plan: "Plan", x: Tensor, given: dict[str, Any]) -> Tensor:

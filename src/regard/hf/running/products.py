@@ -3,7 +3,8 @@
 A decoding step reads each weight once, and most of its time is this reading. Torch's kernels of
 matrix products read at half to a third of the memory's bandwidth where there are few rows. In half
 precision, on a processor without instructions for it, they take up to seven times as long as in
-float32 where there are many.
+float32 where there are many. In float32, of many rows, they take up to twice as long as oneDNN's on
+a processor of AMD.
 """
 
 import functools
@@ -16,12 +17,14 @@ from torch.nn import functional
 from regard.hf.running.binding import bind, function_of
 from regard.matrices import MOST_ROWS, same_product
 from regard.ops.backends.fused import is_installed
+from regard.rates import processor
 from regard.tracing import is_immediate
 
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
 # Python around the compiled code
 HALVES = torch.bfloat16, torch.float16
 WIDENED = 1 << 24  # weights, at most, that are float32 at a time: 64 MiB
+LARGE = 1 << 18  # weights, at least: with fewer, oneDNN prepares for longer than it gains
 
 
 def bind_linear(model: nn.Module) -> int:
@@ -55,6 +58,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
                     return out
             if is_emulated(weight.dtype) and _are_many(tensors):
                 return in_float32(input, weight, bias)
+            if suits_onednn(weight) and _are_many(tensors) and _fit(tensors):
+                return by_onednn(input, weight, bias)
     return type(self).forward(self, input)
 
 
@@ -68,6 +73,26 @@ def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         added = None if bias is None else bias[part].float()
         out[..., part] = functional.linear(wide, weight[part].float(), added)
     return out
+
+
+def by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of float32 numbers by oneDNN, which torch itself calls in compiled graphs."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return out
+
+
+def suits_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies many rows by a weight in less time than torch's library does."""
+    if weight.dtype is not torch.float32 or weight.numel() < LARGE:
+        return False
+    return is_amd() and bool(torch.backends.mkldnn.enabled)
+
+
+@functools.cache
+def is_amd() -> bool:
+    """Whether the processor is AMD's: torch's library of products is Intel's, and oneDNN was not
+    compared with it on processors of others."""
+    return torch.backends.mkldnn.is_available() and "AuthenticAMD" in " ".join(processor())
 
 
 @functools.cache
@@ -95,6 +120,12 @@ def _are_many(tensors: tuple[Tensor, ...]) -> bool:
     input, weight, *_ = tensors
     few = input.numel() <= MOST_ROWS * weight.shape[-1]
     return not few and all(each.is_cpu and each.dtype is weight.dtype for each in tensors)
+
+
+def _fit(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether rows are as wide as the weight, and a bias lies in one piece, as oneDNN reads it."""
+    input, weight, *rest = tensors
+    return input.shape[-1] == weight.shape[1] and all(each.is_contiguous() for each in rest)
 
 
 def _runs_now(tensors: tuple[Tensor, ...]) -> bool:

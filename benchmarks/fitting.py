@@ -3,7 +3,7 @@
     python benchmarks/choosing.py --dump rows.jsonl
     python benchmarks/fitting.py rows.jsonl --threads 2        prints a `Speed` of one thread
     python benchmarks/fitting.py rows.jsonl --judge             what the present constants choose
-    python benchmarks/fitting.py docs/benchmarks.json --start AMX   to cases of the suite
+    python benchmarks/fitting.py docs/benchmarks-amx.json --start AMX   to cases of the suite
 
 A rate changes as long as the backends that the estimates choose become faster, or the estimates
 come closer to the times. Calls under 0.1 ms count a fifth.

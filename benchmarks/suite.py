@@ -50,7 +50,7 @@ class Effort(NamedTuple):
     sample: float = 0.02
     seconds: float = 7.0
     cold: int = 4 * LAST_LEVEL_CACHE
-    rest: float = 0.005  # seconds
+    rest: float = 0.05  # seconds: threads of OpenVINO spin for some of it
     compiled: bool = False
 
 

@@ -12,7 +12,7 @@ ELSEWHERE = json.loads((ROOT / "docs/elsewhere.json").read_text())["results"][1:
 GEMMA = json.loads((ROOT / "docs/elsewhere-gemma.json").read_text())["results"][1:]
 RESULTS = json.loads((ROOT / "docs/conversions.json").read_text())["results"]
 OWN = RESULTS[0]["perplexity"]
-HEALED = {"MQA, 27 minutes": "MQA, aligned"}  # others began with an earlier fit
+HEALED = {"MQA, 27 minutes": "MQA, aligned"}
 
 
 def spaced(method):

@@ -1,6 +1,7 @@
 """The backward pass of rectangles, given the output and the log-sum-exp over all keys."""
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from regard.distributed.context.gradients import (
 )
 from regard.distributed.context.rectangles import Scoring, rectangles
 from regard.ops.attend import attend_partial
+from regard.ops.backends import tiled
 from regard.ops.partial import Partial, merge
 
 LENGTH = 300
@@ -26,11 +28,11 @@ MASKS = [
 ]
 
 
-def found_by_rectangles(mask, softcap, sinks, runs):
+def found_by_rectangles(mask, softcap, sinks, runs, dtype=torch.float64, dims=(4, 3)):
     """Output and gradients of the whole, rectangle by rectangle; and those of `attend`."""
     torch.manual_seed(0)
-    shapes = (1, 2, LENGTH, 4), (1, 1, LENGTH, 4), (1, 1, LENGTH, 3)
-    q, k, v = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
+    shapes = (1, 2, LENGTH, dims[0]), (1, 1, LENGTH, dims[0]), (1, 1, LENGTH, dims[1])
+    q, k, v = (torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
     options = {"mask": mask, "softcap": softcap}
     out = attend(q, k, v, **options, sinks=sinks, backend="eager")
     slope = torch.randn_like(out)
@@ -40,7 +42,7 @@ def found_by_rectangles(mask, softcap, sinks, runs):
         whole = whole if sinks is None else merge(whole, Partial.of_sinks(sinks))
         delta = (whole.out * slope).sum(-1)
         known = Attended(q, *whole, slope, delta, None, ())
-        how = Scoring(mask, 0.5, softcap, None, False, "auto", "strict", q.device)
+        how = Scoring(mask, dims[0] ** -0.5, softcap, None, False, "auto", "strict", q.device)
         sums, of_keys = Sums(torch.zeros_like(q), None, ()), [[], []]
         for run in runs:
             keys = tuple(x[:, :, run[0] : run[1]] for x in (k, v))
@@ -63,6 +65,33 @@ def test_gradients_of_rectangles_add_up_to_those_of_the_whole(mask, softcap):
         grads, expected = found_by_rectangles(mask, softcap, sinks, runs)
         for mine, its in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, its, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+@pytest.mark.parametrize("mask", MASKS[:-1], ids=repr)
+def test_rectangles_of_float32_have_a_compiled_backward_pass(mask, monkeypatch):
+    """At most 5 times the error of the plain implementation in the same dtype."""
+    monkeypatch.setattr(tiled, "_WORTH_COMPILING", 0)
+    calls, run = [], OfKeys._add_compiled
+    monkeypatch.setattr(OfKeys, "_add_compiled", lambda *x: calls.append(x) or run(*x))
+    sinks, runs = torch.randn(2, requires_grad=True), [(0, 100), (100, 101), (101, LENGTH)]
+    grads, plain = found_by_rectangles(mask, None, sinks, runs, torch.float32, (16, 32))
+    exact = exact_gradients(mask, sinks)
+    for mine, its, truth in zip(grads, plain, exact, strict=True):
+        least = torch.finfo(torch.float32).eps * truth.abs().max()
+        assert (mine - truth).abs().max() <= 5 * (its - truth).abs().max() + least
+    assert calls
+
+
+def exact_gradients(mask, sinks):
+    """Those of the same call in float64."""
+    torch.manual_seed(0)
+    shapes = (1, 2, LENGTH, 16), (1, 1, LENGTH, 16), (1, 1, LENGTH, 32)
+    inputs = [torch.randn(shape).double().requires_grad_() for shape in shapes]
+    sinks = sinks.detach().double().requires_grad_()
+    out = attend(*inputs, mask=mask, sinks=sinks, backend="eager")
+    slope = torch.randn(out.shape).double()
+    return torch.autograd.grad(out, [*inputs, sinks], slope)
 
 
 def test_hidden_scores_that_overflow_have_no_gradient():

@@ -16,15 +16,18 @@ from regard.distributed.context.rectangles import (
     Scoring,
     from_diagonal,
     fused_steps,
+    runs_tiled,
     tiles,
 )
 from regard.heads import group_heads, ungroup_heads
+from regard.ops.backends import tiled
 from regard.ops.backends.common import columns_contiguous, without_hidden
 from regard.ops.backends.sdpa import clamped
 from regard.ops.bias import BiasWith
 from regard.ops.block_gradients import backward_block, for_masked
 from regard.ops.call import Call, is_empty
 from regard.ops.definition import scores
+from regard.ops.mask_tensors import intervals_of
 
 
 class Attended(NamedTuple):
@@ -61,12 +64,28 @@ class OfKeys:
     def add(self, place: Rectangle) -> None:
         """Add a rectangle's share of all gradients."""
         scoring, q = self.scoring, self.known.q
+        if q.dtype is torch.float32 and runs_tiled(scoring, place, q, *self.keys):
+            self._add_compiled(place)
+            return
         if scoring.fused:
             for part in from_diagonal(scoring.mask, place):
                 self._add_fused(part)
             return
         for tile in tiles(scoring, place, q.shape[0] * q.shape[1]):
             self._add_tile(tile)
+
+    def _add_compiled(self, place: Rectangle) -> None:
+        """By the compiled kernel's backward pass."""
+        known, (k, v) = self.known, map(place.of_keys, self.keys)
+        given = known.slope, known.q, known.lse, known.delta
+        slope, q, lse, delta = map(place.of_queries, given)
+        call = self.scoring.call(place.span, q, k, v, None)
+        limits = intervals_of(call.mask, call.span)
+        assert limits is not None
+        grads = tiled.gradients(slope, q, k, v, lse, delta, call.scale, limits)
+        totals = place.of_queries(self.sums.q), *map(place.of_keys, self.of_keys)
+        for total, grad in zip(totals, grads, strict=True):
+            total.add_(grad)
 
     def _add_fused(self, place: Rectangle) -> None:
         """By the kernel's own backward pass."""

@@ -158,7 +158,7 @@ def attend_rectangle(
     """Attention of this rank's queries `[B, H, L, D]` to the keys and values at hand, over one
     rectangle, merged into `found`, that of all queries, in place. A score bias that is a tensor is
     that of the whole sequence."""
-    if scoring.fused and not _runs_tiled(scoring, place, q, k, v):
+    if scoring.fused and not runs_tiled(scoring, place, q, k, v):
         for part in from_diagonal(scoring.mask, place):
             _fused(scoring, part, q, k, v, found)
         return
@@ -174,7 +174,7 @@ def attend_rectangle(
             _merge(Partial(*map(part.of_queries, found)), result)
 
 
-def _runs_tiled(scoring: Scoring, place: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def runs_tiled(scoring: Scoring, place: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the compiled kernel for prefills, whose partial results are float32, is chosen."""
     if scoring.backend != "auto":
         return False

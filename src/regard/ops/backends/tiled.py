@@ -1,5 +1,5 @@
 """Prefill on a CPU with a compiled kernel: in bfloat16 by AMX or by AVX-512's instructions for it,
-in float32, with gradients too, by products on vectors of AVX-512 or AVX2.
+in float32, and wherever gradients are wanted, by products on vectors of AVX-512 or AVX2.
 
 Products, softmax and sums are in float32, as `precision="strict"` needs; weights in bfloat16 are
 rounded before they multiply values, and the total is of the rounded ones. LLVM compiles it through
@@ -43,11 +43,6 @@ def objection(call: Call) -> str | None:
         return f"tiled is for many queries: {call.num_queries} are fewer than {_LEAST}"
     if call.device.type != "cpu" or call.dtype not in (torch.bfloat16, torch.float32):
         return f"tiled is for bfloat16 and float32 on a CPU, got {call.dtype} on {call.device}"
-    if call.needs_grad and call.dtype != torch.float32:
-        return (
-            f"tiled has gradients in float32 alone, got {call.dtype}; call it under "
-            "torch.no_grad() or torch.inference_mode()"
-        )
     if call.needs_grad and call.partial:
         return "tiled gives no log-sum-exp with a gradient"
     if call.dropout or call.softcap is not None or call.score_bias is not None:
@@ -60,7 +55,12 @@ def objection(call: Call) -> str | None:
             "tiled takes plain tensors: no torch.func transform, dispatch mode, tensor subclass or "
             "forward-mode derivative"
         )
-    return _shape_objection(call) or _machine_objection(call.dtype)
+    return _shape_objection(call) or _machine_objection(_computed(call))
+
+
+def _computed(call: Call) -> torch.dtype:
+    """The dtype of the kernel: products for gradients are those of float32."""
+    return torch.float32 if call.needs_grad else call.dtype
 
 
 def _shape_objection(call: Call) -> str | None:
@@ -98,7 +98,7 @@ def estimate(call: Call) -> float:
     assert found is not None
     scores = call.num_heads * call.batch / found[0].shape[0] * _scores(*found)
     width = call.head_dim + call.v_head_dim
-    if call.dtype == torch.float32:
+    if _computed(call) == torch.float32:
         work = 2 * width * scores
         compiling = _COMPILING * (work < _WORTH_COMPILING)
         return compiling + _OPERATORS * SPEED.call + work / SPEED.products
@@ -124,24 +124,68 @@ def run(
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
     if call.needs_grad:
-        return _with_gradients(call, q, k, v)
+        out: Tensor = _Attention.apply(call, q, k, v, call.sinks)  # type: ignore[no-untyped-call]
+        return out
     return _attend(call, q, k, v, sinks=call.sinks)[0]
 
 
-def _with_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Hidden keys and queries that see none are zeroed, if there are any, so that they may hold
-    anything: 0 * nan is nan."""
-    found = intervals_of(call.mask, call.span)
-    assert found is not None
-    starts, stops = found
-    hidden, blind = ~_visible(starts, stops, call.num_keys), stops <= starts
+class _Attention(torch.autograd.Function):
+    """Attention that saves log-sum-exps, not weights (arXiv:2205.14135)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        dtype = torch.float32 if _machine_objection(call.dtype) else call.dtype
+        rows = (x.to(dtype) for x in (q, k, v))
+        call = call.but(needs_grad=False, dtype=dtype)
+        out, lse = _attend(call, *rows, sinks=sinks, wide=True)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.scale, ctx.limits = call.scale, intervals_of(call.mask, call.span)
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        with torch.no_grad():
+            above, queries, keys, values = (x.float() for x in (slope, q, k, v))
+            totals, of_sinks = (out * above).sum(-1), None
+            found = gradients(above, queries, keys, values, lse, totals, ctx.scale, ctx.limits)
+            grads = (each.to(q.dtype) for each in found)
+            if sinks is not None:  # scores whose value is 0
+                shares = (sinks[:, None] - lse).exp()
+                of_sinks = -(shares * totals).sum((0, 2)).to(sinks.dtype)
+        return None, *without_derivative((*grads, of_sinks), slope, q, k, v, sinks)
+
+
+def gradients(
+    slope: Float[Tensor, "B H L Dv"],
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    lse: Float[Tensor, "B H L"],
+    totals: Float[Tensor, "B H L"],
+    scale: float,
+    limits: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, from that of the output, `slope`.
+
+    These may be some of the keys: `lse` and `totals`, the sums of the output times its gradient,
+    are over all of them. Hidden keys, and queries that see none, may hold anything: they are zeroed
+    first, since 0 * nan is nan.
+    """
+    from regard.ops.kernels.launching_gradients import prefill_gradients
+
+    starts, stops = limits
+    hidden, blind = ~_visible(starts, stops, k.shape[2]), stops <= starts
     if hidden.any():
         k, v = (x.masked_fill(hidden[:, None, :, None], 0) for x in (k, v))
     if blind.any():
-        q = q.masked_fill(blind[:, None, :, None], 0)
-    rows = map(columns_contiguous, (q, k, v))
-    out: Tensor = _Attention.apply(*rows, call.sinks, starts, stops, call.scale)  # type: ignore[no-untyped-call]
-    return out.masked_fill(blind[:, None, :, None], 0) if blind.any() else out
+        q, slope = (x.masked_fill(blind[:, None, :, None], 0) for x in (q, slope))
+        totals = totals.masked_fill(blind[:, None], 0)
+    slope, q, k, v = map(columns_contiguous, (slope, q, k, v))
+    given = slope, q, k, v, lse, totals
+    return prefill_gradients(*given, scale=scale, starts=starts, stops=stops)
 
 
 def _visible(starts: Tensor, stops: Tensor, count: int) -> Tensor:
@@ -150,47 +194,6 @@ def _visible(starts: Tensor, stops: Tensor, count: int) -> Tensor:
     step = (starts < stops).long()
     edges.scatter_add_(1, starts.long(), step).scatter_add_(1, stops.long(), -step)
     return edges.cumsum(1)[:, :count] > 0
-
-
-class _Attention(torch.autograd.Function):
-    """Attention that saves log-sum-exps, not weights (arXiv:2205.14135)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        starts: Tensor,
-        stops: Tensor,
-        scale: float,
-    ) -> Tensor:
-        from regard.ops.kernels.launching_prefill import prefill
-
-        ctx.options = {"scale": scale, "starts": starts, "stops": stops}
-        out, lse = prefill(q, k, v, sinks=sinks, wide=True, **ctx.options)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        from regard.ops.kernels.launching_gradients import prefill_gradients
-
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        with torch.no_grad():
-            totals = (out * slope).sum(-1)
-            above = columns_contiguous(slope)
-            grads = prefill_gradients(above, q, k, v, lse, totals, **ctx.options)
-            of_sinks = None if sinks is None else _of_sinks(sinks, lse, totals)
-        given = q, k, v, sinks
-        return *without_derivative((*grads, of_sinks), slope, *given), None, None, None
-
-
-def _of_sinks(sinks: Tensor, lse: Tensor, totals: Tensor) -> Tensor:
-    """The gradient of sinks: scores whose value is 0."""
-    shares = (sinks[:, None] - lse).exp()
-    return -(shares * totals).sum((0, 2)).to(sinks.dtype)
 
 
 def partial(

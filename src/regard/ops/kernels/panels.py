@@ -170,7 +170,7 @@ class Gradients(NamedTuple):
     power: float  # the same, times log2(e)
 
 
-def _record(call: type[NamedTuple]) -> tuple[np.dtype[Any], struct.Struct]:
+def _record(call: Any) -> tuple[np.dtype[Any], struct.Struct]:
     """A call's fields as the kernel reads them, and as Python packs them: numbers, then floats."""
     kinds = [np.float32 if each is float else np.int64 for each in call.__annotations__.values()]
     found = np.dtype(list(zip(call._fields, kinds, strict=True)), align=True)

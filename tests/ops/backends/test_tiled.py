@@ -153,6 +153,19 @@ def test_hidden_rows_may_hold_anything_and_has_no_gradient():
 
 
 @wide
+def test_a_gradient_of_rows_that_see_nothing_may_be_anything():
+    """As that of a mean over no tokens, which is NaN."""
+    inputs, options = [x.requires_grad_() for x in drawn()], GRADIENTS["some see nothing"]
+    out = attend(*inputs[:3], sinks=inputs[3], backend="tiled", **options)
+    slope = torch.randn_like(out)
+    slope[1, :, :30] = 0
+    wanted = torch.autograd.grad(out, inputs, slope, retain_graph=True)
+    slope[1, :, :30] = torch.nan
+    for one, other in zip(torch.autograd.grad(out, inputs, slope), wanted, strict=True):
+        assert one.equal(other)
+
+
+@wide
 def test_gradients_of_one_number_given_to_all():
     """A sum's gradient has no memory of its own for each element."""
     inputs = [x.requires_grad_() for x in drawn()[:3]]

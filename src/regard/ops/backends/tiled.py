@@ -153,8 +153,10 @@ class _Attention(torch.autograd.Function):
             found = gradients(above, queries, keys, values, lse, totals, ctx.scale, ctx.limits)
             grads = (each.to(q.dtype) for each in found)
             if sinks is not None:  # scores whose value is 0
-                shares = (sinks[:, None] - lse).exp()
-                of_sinks = -(shares * totals).sum((0, 2)).to(sinks.dtype)
+                starts, stops = ctx.limits
+                of_rows = (sinks[:, None] - lse).exp() * totals
+                of_rows = of_rows.masked_fill((stops <= starts)[:, None], 0)
+                of_sinks = -of_rows.sum((0, 2)).to(sinks.dtype)
         return None, *without_derivative((*grads, of_sinks), slope, q, k, v, sinks)
 
 

@@ -140,7 +140,7 @@ def check_gradients(dtype, times, **options):
 
 
 @wide
-def test_hidden_rows_may_hold_anything_and_has_no_gradient():
+def test_hidden_rows_may_hold_anything_and_have_no_gradient():
     """Keys that no query sees, and queries that see no key."""
     inputs, options = drawn(), GRADIENTS["some see nothing"]
     clean = gradients(inputs, "tiled", **options)

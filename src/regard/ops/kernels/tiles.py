@@ -16,6 +16,7 @@ EXP2 = (  # coefficients of 2**f on [-1/2, 1/2], lowest power first: minimax, er
 
 KEYS_A_TASK = 256  # keys, at least: merging the partial results of fewer costs more than it saves
 TASKS_A_THREAD = 4  # tasks, at most: several for each thread, so that a slow core takes fewer
+FEW_LINES = 256  # bytes of a key: four longer ones are more lines than a core requests at a time
 BLOCK_BYTES = 4096  # of keys, at least: what a block costs once is then small beside reading it
 FAR = 4  # blocks between one that is read and one that is requested for the second cache
 UNROLLED = {16: 128, 8: 128, 4: 32}  # channels of keys, at most, dequantised in registers, by lanes
@@ -162,9 +163,11 @@ class Tile(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys whose scores are summed together, in `rows * keys` vector registers."""
-        most = 16 if self.rows == 1 else 8 if self.rows < 4 else 4
-        return (8, 4, 4, 2)[self.rows - 1] if self.lanes == 8 else min(self.lanes, most)
+        """Keys whose scores are summed together, in `rows * keys` vector registers; as many rows of
+        memory are requested at once."""
+        long = self.requests_all and self.k.bytes(self.width) > FEW_LINES
+        few = long if self.rows < 4 else long or self.lanes == 8
+        return 2 if few and self.rows > 1 else 4
 
     @property
     def together(self) -> int:

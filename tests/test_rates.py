@@ -266,7 +266,7 @@ def test_no_home_is_no_error(monkeypatch):
 def test_writing_is_whole_or_not_at_all():
     path = write_speed(TUNED)
     with files_of_at_most(8), pytest.raises(OSError, match=re.escape(str(path.parent))):
-        write_speed(DEFAULT)
+        write_speed(typical(1))
     assert stored() == TUNED
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 

@@ -1,5 +1,6 @@
 """Layers on shards of a sequence: outputs and all gradients are those of one device."""
 
+import collections
 import copy
 import itertools
 import random
@@ -176,19 +177,21 @@ def test_stacks_and_recomputed_activations(number):
 
 
 def _errors(mesh, layer, dtype, cast):
-    """The largest errors in `dtype` against float64: of one device, and of the ranks."""
+    """The largest errors in `dtype` against float64, of one device and of the ranks, over three
+    inputs: a gradient of few elements can be nearly exact for one of them."""
     rounded = make(layer, dtype)
     exact = copy.deepcopy(rounded).double()
-    x = inputs(2, 19).to(dtype)
-    out, truth = on_one_device(exact, x.double())
-    usual, found = {}, {}
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        one = on_one_device(rounded, x)
-        many = on_ranks_of(mesh, rounded, x)
-    for errors, (output, grads) in ((usual, one), (found, many)):
-        errors["out"] = (output.double() - out).abs().max().item()
-        for name, gradient in grads.items():
-            errors[name] = (gradient.double() - truth[name]).abs().max().item()
+    usual, found = collections.Counter(), collections.Counter()
+    for seed in range(3):
+        x = inputs(2, 19, seed).to(dtype)
+        out, truth = on_one_device(exact, x.double())
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            one = on_one_device(rounded, x)
+            many = on_ranks_of(mesh, rounded, x)
+        for errors, (output, grads) in ((usual, one), (found, many)):
+            for name, value in {"out": output, **grads}.items():
+                true = truth.get(name, out)
+                errors[name] = max(errors[name], (value.double() - true).abs().max().item())
     return usual, found
 
 

@@ -163,11 +163,9 @@ class Tile(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys whose scores are summed together, in `rows * keys` vector registers; as many rows of
-        memory are requested at once."""
+        """Keys requested, and multiplied, at once: their sums take `rows * keys` registers."""
         long = self.requests_all and self.k.bytes(self.width) > FEW_LINES
-        few = long if self.rows < 4 else long or self.lanes == 8
-        return 2 if few and self.rows > 1 else 4
+        return 2 if (self.rows > 1 and long) or 4 * self.rows > self.registers else 4
 
     @property
     def together(self) -> int:
@@ -210,9 +208,8 @@ class Tile(NamedTuple):
 
     @property
     def requests_all(self) -> bool:
-        """Whether every block is requested long before it is read: of float32, which has most bytes
-        for each product. Otherwise a block of a page that does not follow the last one in memory is
-        requested so, since a processor foresees no read there."""
+        """Whether every block is requested long before it is read, as float32 is, which has most
+        bytes for each product; otherwise only blocks that follow no other in memory are."""
         return not self.k.rebuilt and {self.k.bits, self.v.bits} == {32}
 
     @property

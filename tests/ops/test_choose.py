@@ -12,6 +12,7 @@ from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import TENSORS, Storage
+from regard.masks import Dense
 from regard.ops.backends import BACKENDS, fused, tiled
 from regard.ops.choose import objection_of, seconds_of
 from regard.rates import SPEED
@@ -157,6 +158,22 @@ def test_grouped_decoding_reads_keys_once_on_every_processor(threads, name, dtyp
         able = [name for name in BACKENDS if objection_of(made, name) is None]
         expected = {name: seconds_of(made, BACKENDS[name]) for name in able}
         assert min(expected, key=expected.__getitem__) == "fused"
+    finally:
+        SPEED.use(before)
+
+
+@pytest.mark.parametrize("name", ["AVX2", "AVX512", "ZEN4", "AMX"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_few_blocks_is_computed_by_blocks_on_every_processor(name, dtype):
+    """A quarter of the blocks of 128 by 128: torch's kernel computes hidden scores, too."""
+    keep = torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) < 0.25
+    keep = keep.fill_diagonal_(True).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    before = SPEED.now()
+    SPEED.use(getattr(speed, name).of_threads(2))
+    try:
+        with torch.no_grad():
+            made = call(2048, 2048, mask=Dense(keep), heads=16, kv_heads=4, dim=128, dtype=dtype)
+        assert made.name == "blocked"
     finally:
         SPEED.use(before)
 

@@ -27,7 +27,7 @@ from regard.ops.block_gradients import Step, for_masked, forward_block
 from regard.ops.blocks import BLOCK, Block, Gathered, part_of
 from regard.ops.blocks import plan as blocks_of
 from regard.ops.call import Call, is_empty
-from regard.ops.estimates import EFFICIENT, on_device, visible_share
+from regard.ops.estimates import EFFICIENT, on_device, per_score, visible_share
 from regard.ops.partial import Partial, merge
 from regard.rates import SPEED
 from regard.tracing import has_modes, is_forward_mode, is_transformed
@@ -38,7 +38,7 @@ _CONVERTED = 1024  # half-precision keys converted to float32 at a time: these s
 _OPERATORS = 30  # operators started for a block
 _OF_A_MASK = 30  # operators started for a block with a mask, in addition
 _ONE_BLOCK = 10  # operators started in addition to the inner backend's, if there is one block
-_SMALLER = 1.2  # times: small matrix products take 1.2 times as long per FLOP
+_SMALLER = 1.2  # times: the scores of a block take 1.2 times as long as those of a long call
 _AGAIN = 1.35  # times: backward recomputes the forward, 4 units of work instead of 3
 
 
@@ -86,8 +86,7 @@ def estimate(call: Call) -> float:
         inner = sdpa if sdpa.run_objection(call) is None else eager
         return inner.estimate(call) + _ONE_BLOCK * SPEED.call
     masked = [block for block in planned if not block.plain]
-    width = call.head_dim + call.v_head_dim
-    each = _SMALLER * 2 * width / SPEED.products
+    each = _SMALLER * per_score(call)
     if fast_precision.suits(call):
         each = fast_precision.per_cell(call)
     elif _stores_scores(call):

@@ -100,8 +100,7 @@ This code relies on these of their interfaces:
                    waiting.py); the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function; the codegen's
                    `magic_tuple()[2]`, which lists the processor's features; llvmlite.ir.Type,
-                   subclassed for bfloat; llvm.x86.avx512bf16.dpbf16ps.512 and .avx512.pmaddw.d.512,
-                   of which LLVM makes one instruction with the sum (VNNI)
+                   subclassed for bfloat; llvm.x86.avx512bf16.dpbf16ps.512; InlineAsm, its parser
     decoding.py    constants of a closure; from_dtype; carray; prefilling.py: njit(inline="always");
                    row_products.py: arrays of records within a record
     compiling.py   njit(forceinline=, no_cpython_wrapper=, no_cfunc_wrapper=, pipeline_class=);

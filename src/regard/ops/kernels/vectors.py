@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
@@ -25,6 +25,7 @@ MANTISSA = 23  # bits of a float32's mantissa
 Value = Any  # an ir.Value: llvmlite has no types for mypy
 Kind = Any  # an ir.Type
 Words = Iterator[tuple[int, Value]]  # a channel, and the vector that begins with it
+binding.initialize_native_asmparser()  # LLVM reads the text of `InlineAsm`
 
 
 # ---- the processor that numba compiles for: `NUMBA_CPU_FEATURES` may leave out some of it --------
@@ -285,9 +286,9 @@ class Vectors:
 
     def dot_words(self, x: Value, y: Value, z: Value) -> Value:
         """z plus the products of the two int16 halves of each lane of x and y, in int32."""
-        halves = ir.VectorType(INT16, 2 * self.lanes)
-        x, y = (self.builder.bitcast(each, halves) for each in (x, y))
-        return self.builder.add(z, call(self, "avx512.pmaddw.d.512", self.words, x, y))
+        kind = ir.FunctionType(self.words, [self.words] * 3)  # LLVM splits its own intrinsic in two
+        x, y = (self.builder.bitcast(each, self.words) for each in (x, y))
+        return self.builder.call(ir.InlineAsm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v"), [z, x, y])
 
     def rounded(self, x: Value) -> Value:
         """The nearest int32 of numbers of less than 2**22 in size."""

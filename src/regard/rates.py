@@ -4,7 +4,7 @@ A processor belongs to a class by the instructions that it has. The constants of
 fitted by `benchmarks/fitting.py`: `AVX2` to random calls on an AMD EPYC without longer vectors, and
 scaled to the speed of the others, since a processor may have rates of two classes; `AVX512` to
 random calls on an AMD EPYC (Zen 5); `AMX` to the decoding steps and prefills of
-`docs/benchmarks-amx.json`, on an Intel Xeon. `ZEN4` has the rate of `fused` at which most random
+`benchmarks/suite.py`, on an Intel Xeon. `ZEN4` has the rate of `fused` at which most random
 calls of few queries on an AMD EPYC (Zen 4) run on the fastest backend. Only ratios of rates matter.
 
 The same process on the same kind of machine uses the same rates, whatever else runs: nothing is

@@ -181,7 +181,7 @@ def _errors(mesh, layer, dtype, cast):
     inputs: a gradient of few elements can be nearly exact for one of them."""
     rounded = make(layer, dtype)
     exact = copy.deepcopy(rounded).double()
-    usual, found = collections.Counter(), collections.Counter()
+    usual, found = collections.defaultdict(float), collections.defaultdict(float)
     for seed in range(3):
         x = inputs(2, 19, seed).to(dtype)
         out, truth = on_one_device(exact, x.double())

@@ -179,6 +179,13 @@ def processor_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+@functools.cache
+def is_amd() -> bool:
+    """Whether the processor is AMD's: its memory is read quickest in another order than Intel's,
+    and its large products by another library."""
+    return "AuthenticAMD" in " ".join(processor())
+
+
 class Rates:
     """The rates in use, of torch's present number of threads: stored ones, else the constants.
 

@@ -14,6 +14,7 @@ pytest.importorskip("numba")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import regard.hf
+from regard import rates
 from regard.hf.running import products
 from regard.hf.running.products import SMALLEST, bind_linear
 from regard.matrices import MOST_ROWS, product_objection
@@ -146,7 +147,7 @@ def test_another_dtype_is_that_of_torch(layer, calls, monkeypatch):
     x = x.bfloat16()
     torch.testing.assert_close(half(x), own(half, x))
     calls.clear()
-    monkeypatch.setattr(products, "gains", lambda dtype: dtype is torch.float32)
+    monkeypatch.setattr(products, "most_rows", lambda *_: 0)
     assert half(x).equal(own(half, x))
     assert calls == []
 
@@ -158,7 +159,7 @@ FEATURES = {"AMX": {"+amx-bf16", "+avx512fp16"}, "AVX-512 FP16": {"+avx512fp16"}
 @pytest.mark.parametrize(
     ("processor", "few", "many"),
     [  # dtypes in which few rows are compiled, and in which many rows are computed in float32
-        ("AMX", "float32", ""),
+        ("AMX", "float32 bfloat16", ""),
         ("AVX-512 FP16", "float32 bfloat16", ""),
         ("AVX-512", "float32 bfloat16", "float16"),
         ("AVX2", "float32 bfloat16", "bfloat16 float16"),
@@ -171,9 +172,15 @@ def test_a_processor_runs_products_that_are_slow_in_torch(processor, few, many, 
     machine = LANES[processor], FEATURES.get(processor, set())
     monkeypatch.setattr(products, "_machine", lambda: machine)
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
-    for found, wanted in ((products.gains, few), (products.is_emulated, many)):
-        names = [str(each)[6:] for each in dtypes if found.__wrapped__(each)]
-        assert " ".join(names) == wanted
+    most = products.most_rows.__wrapped__
+    compiled = [each for each in dtypes if most(each, products.WIDE)]
+    widened = [each for each in dtypes if products.is_emulated.__wrapped__(each)]
+    for found, wanted in ((compiled, few), (widened, many)):
+        assert " ".join(str(each)[6:] for each in found) == wanted
+    rows = {each: most(each, 2 * products.WIDE) for each in compiled}
+    assert rows == {
+        each: 4 if (processor, each) == ("AMX", torch.bfloat16) else MOST_ROWS for each in compiled
+    }
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["at once", "in parts"])
@@ -267,11 +274,11 @@ def test_copies_and_pickles_call_themselves(layer, calls):
 def test_a_model_that_is_read_where_numba_is_missing_runs_on_torch(layer, calls, monkeypatch):
     x = torch.randn(1, WIDTH)
     monkeypatch.setattr(products, "is_installed", lambda: False)
-    products.gains.cache_clear()
+    products.most_rows.cache_clear()
     assert layer(x).equal(own(layer, x))
     assert calls == []
     assert bind_linear(nn.Sequential(nn.Linear(WIDTH, WIDTH))) == 0
-    products.gains.cache_clear()
+    products.most_rows.cache_clear()
 
 
 def test_errors_of_wrong_sizes_are_torch_s(layer):
@@ -340,9 +347,9 @@ def test_products_that_onednn_would_refuse_or_misread_are_those_of_torch(layer, 
 def test_which_products_suit_onednn(monkeypatch):
     large, small = torch.empty(products.LARGE // 64, 64), torch.empty(products.LARGE // 64 - 1, 64)
     for name, wanted in (("vendor_id\t: AuthenticAMD", True), ("vendor_id\t: GenuineIntel", False)):
-        monkeypatch.setattr(products, "processor", lambda name=name: ("x86_64", "2", name))
+        monkeypatch.setattr(rates, "processor", lambda name=name: ("x86_64", "2", name))
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-        monkeypatch.setattr(products, "is_amd", products.is_amd.__wrapped__)
+        monkeypatch.setattr(products, "is_amd", rates.is_amd.__wrapped__)
         assert products.suits_onednn(large) == wanted
         monkeypatch.undo()
     monkeypatch.setattr(products, "is_amd", lambda: True)

@@ -27,11 +27,10 @@ from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import arrive, weights_wanted
 from regard.hf.running.facts import NO_FACTS, Facts
 from regard.hf.running.products import forward as product
-from regard.hf.running.products import gains
+from regard.hf.running.products import most_rows
 from regard.hf.running.steps import repeated_step
 from regard.layers.latent_kv import LatentKVAttention
 from regard.layers.query_scale import UNSCALED
-from regard.matrices import MOST_ROWS
 from regard.ops.backends.fused import is_installed
 from regard.tracing import is_immediate
 
@@ -72,11 +71,11 @@ def _runs_now(x: Tensor) -> bool:
     """Whether nothing traces, differentiates or casts tokens on a CPU."""
     if torch.is_grad_enabled() or not is_immediate(x) or torch._C._is_any_autocast_enabled():
         return False
-    return x.is_cpu and x.numel() > 0 and gains(x.dtype)
+    return x.is_cpu and x.numel() > 0 and most_rows(x.dtype, x.shape[-1]) > 0
 
 
 def _are_few(x: Tensor) -> bool:
-    return x.numel() <= MOST_ROWS * x.shape[-1]
+    return x.numel() <= most_rows(x.dtype, x.shape[-1]) * x.shape[-1]
 
 
 def _prompt(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:

@@ -24,7 +24,7 @@ from regard.hf.running.binding import bind, function_of
 from regard.hf.running.calls import outputs_collected
 from regard.hf.running.facts import Facts
 from regard.hf.running.latent_steps import LatentStep, attention_of
-from regard.hf.running.products import gains
+from regard.hf.running.products import most_rows
 from regard.hf.running.steps import (
     BufferStep,
     InstalledStep,
@@ -234,7 +234,7 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
         family, held = known_family(layer.self_attn), cache.layers[layer.self_attn.layer_idx]
         steps.append(StepOfLayer(family, layer.self_attn, held, held.step, _pages(held.cache)))
         attention = _attention(family, layer.self_attn, held)
-        if attention is not None and plan.after_wide is not None and gains(plan.before.dtype):
+        if attention is not None and plan.after_wide is not None and _are_few(plan, attention):
             own.append(LayerStep(plan.before, plan.after_wide, attention))
     last = decoder_layers.norm_of(model.norm)
     whole = len(own) == len(layers) and all(map(decoder_layers.is_plain_layer, layers))
@@ -243,6 +243,10 @@ def _new_step(model: Any, cache: Any) -> DecoderStep:
     return DecoderStep(
         facts, tuple(steps), prepare_model(own, last, most) if whole and last else None
     )
+
+
+def _are_few(plan: decoder_layers.Plan, attention: Any) -> bool:
+    return bool(attention.plan.batch <= most_rows(plan.before.dtype, *plan.before.inputs))
 
 
 def _attention(family: Family, attention: Any, held: Any) -> Any:

@@ -3,8 +3,7 @@
 A decoding step reads each weight once, and most of its time is this reading. Torch's kernels of
 matrix products read at half to a third of the memory's bandwidth where there are few rows. In half
 precision, on a processor without instructions for it, they take up to seven times as long as in
-float32 where there are many. In float32, of many rows, they take up to twice as long as oneDNN's on
-a processor of AMD.
+float32 where there are many; in float32, twice as long as oneDNN's on a processor of AMD.
 """
 
 import functools
@@ -12,17 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mkldnn
 from torch.nn import functional
 
 from regard.hf.running.binding import bind, function_of
 from regard.matrices import MOST_ROWS, same_product
 from regard.ops.backends.fused import is_installed
-from regard.rates import processor
+from regard.rates import is_amd
 from regard.tracing import is_immediate
 
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
 # Python around the compiled code
 HALVES = torch.bfloat16, torch.float16
+WIDE, OF_WIDE = 1024, 4  # elements of a row; rows of more elements, at most, beside torch's AMX
 WIDENED = 1 << 24  # weights, at most, that are float32 at a time: 64 MiB
 LARGE = 1 << 18  # weights, at least: with fewer, oneDNN prepares for longer than it gains
 
@@ -51,7 +52,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         tensors = (input, weight) if bias is None else (input, weight, bias)
         if _runs_now(tensors):
-            if gains(weight.dtype):
+            if input.numel() <= most_rows(weight.dtype, width := weight.shape[-1]) * width:
                 from regard.ops.kernels.chaining import linear  # imports numba
 
                 if (out := linear(input, weight, bias)) is not None:
@@ -82,33 +83,29 @@ def by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def suits_onednn(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies many rows by a weight in less time than torch's library does."""
+    """Whether oneDNN multiplies many rows by a weight in less time than torch: on others than AMD's
+    processors the two were not compared."""
     if weight.dtype is not torch.float32 or weight.numel() < LARGE:
         return False
-    return is_amd() and bool(torch.backends.mkldnn.enabled)
+    return is_amd() and mkldnn.is_available() and bool(mkldnn.enabled)
 
 
 @functools.cache
-def is_amd() -> bool:
-    """Whether the processor is AMD's: torch's library of products is Intel's, and oneDNN was not
-    compared with it on processors of others."""
-    return torch.backends.mkldnn.is_available() and "AuthenticAMD" in " ".join(processor())
-
-
-@functools.cache
-def gains(dtype: torch.dtype) -> bool:
-    """Whether compiled products of few rows are quicker than torch's kernels on this processor; in
-    bfloat16 on x86 alone, without AMX: beside kernels for AMX and Arm none was measured."""
+def most_rows(dtype: torch.dtype, width: int) -> int:
+    """Rows of so many elements that compiled code multiplies in less time than torch, which takes
+    0.7 of the time for eight wide ones with AMX; in bfloat16, only x86 was measured."""
     lanes, features = _machine()
-    if dtype is torch.bfloat16:
-        return lanes >= 8 and "+amx-bf16" not in features
-    return dtype is torch.float32 and is_installed()
+    if dtype is torch.float32:
+        return MOST_ROWS if is_installed() else 0
+    if dtype is not torch.bfloat16 or lanes < 8:
+        return 0
+    return OF_WIDE if width > WIDE and "+amx-bf16" in features else MOST_ROWS
 
 
 @functools.cache
 def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether torch's products of many rows are slow in a dtype, since this processor has no
-    instruction for them: with AVX2 in half precision, with AVX-512 in float16 alone."""
+    """Whether torch's products of many rows are slow in a dtype, for which this processor has no
+    instruction: with AVX2 half precision, with AVX-512 float16 alone."""
     lanes, features = _machine()
     if lanes == 16:
         return dtype is torch.float16 and "+avx512fp16" not in features

@@ -3,11 +3,11 @@ each weight is read once for all rows.
 
     x [rows, width]      weight [outputs, width]       out [rows, outputs]
 
-One row of the weight after the other is multiplied by up to four rows of x, whose sums are in
-registers: memory is read as one stream, which is quicker than several. A task is some outputs. Each
-thread has a share of the tasks that lie side by side, and then takes what is left of the others'. A
-dot product adds its terms in the same order whatever the number of rows, tasks and threads: a row
-has the same bits in each.
+One row of the weight after the other, or two at once, is multiplied by up to four rows of x, whose
+sums are in registers. An AMD EPYC of Zen 4 reads memory quicker as one stream than as several, an
+Intel Xeon with AMX as two. A task is some outputs. Each thread has a share of the tasks that lie
+side by side, and then takes what is left of the others'. A dot product adds its terms in the same
+order whatever the number of rows, tasks and threads: a row has the same bits in each.
 
 One call runs a chain of products. A product may norm its rows first (RMSNorm, arXiv:1910.07467), be
 gated by the activation of another one (arXiv:2002.05202), and be added to other rows. It may wait
@@ -33,9 +33,6 @@ from regard.ops.kernels.tiles import LINE
 from regard.ops.kernels.vectors import INT32, INT64
 from regard.ops.kernels.waiting import current_number, wait_for
 
-AHEAD, FAR_AHEAD = 1024, 3072  # bytes of weights: so far before it is read, a cache line is
-# requested from memory. With AVX-512 an AMD EPYC of Zen 4 reads float32 quicker by far requests to
-# the second cache, at the memory's speed (`step_shares.py`), and bfloat16 quicker without any.
 SILU, GELU, GELU_TANH = 1, 2, 3  # the activation of a gate
 ROOT_HALF = math.sqrt(0.5)  # GELU(x) = x / 2 (1 + erf(x sqrt(1/2))), and about x / 2 (1 + tanh(
 TANH_FACTOR, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715  # sqrt(2/pi) (x + 0.044715 x**3)))
@@ -46,6 +43,18 @@ class Strip(NamedTuple):
 
     lanes: int  # float32 elements of a vector: 16, 8 or 4
     half: bool  # weights are bfloat16; otherwise float32
+    outputs: int  # whose weights are read at once: 1 or 2
+
+    @property
+    def request(self) -> tuple[int, int]:
+        """So many bytes before weights are read, they are requested from memory for this cache; 0
+        without requests. An AMD EPYC of Zen 4 reads float32 quicker by far requests to the second
+        cache, at the memory's speed (`step_shares.py`), and bfloat16 quicker without any."""
+        if self.outputs == 2:
+            return 4096, 1
+        if self.lanes < 16:
+            return 1024, 1
+        return (0, 0) if self.half else (3072, 2)
 
     @property
     def item(self) -> int:
@@ -172,20 +181,23 @@ def multiply_task(strip, call, stage, rows, start, sums):
     added, out = call.places[stage.added], call.places[stage.out]
     half_added, half_out = strip.half and not stage.added_wide, strip.half and not stage.out_wide
     if stage.gate != 0:
-        for i in range(start, stop):
-            multiply(strip, call.rows, rows, stage.width, stage.gate, i, sums)
-            for r in range(call.rows):
-                x = biased(strip, floats(sums)[r], stage.gate_bias, i)
-                gates[(i - start) * call.rows + r] = activated(stage.activation, x)
-    for i in range(start, stop):
-        multiply(strip, call.rows, rows, stage.width, stage.weight, i, sums)
-        for r in range(call.rows):
-            x, at = biased(strip, floats(sums)[r], stage.bias, i), r * stage.outputs + i
+        for first in range(start, stop, strip.outputs):
+            end = min(first + strip.outputs, stop)
+            multiply(strip, call.rows, rows, stage.width, stage.gate, first, end, sums)
+            for at in range((end - first) * call.rows):
+                x = biased(strip, floats(sums)[at], stage.gate_bias, first + at // call.rows)
+                gates[(first - start) * call.rows + at] = activated(stage.activation, x)
+    for first in range(start, stop, strip.outputs):
+        end = min(first + strip.outputs, stop)
+        multiply(strip, call.rows, rows, stage.width, stage.weight, first, end, sums)
+        for at in range((end - first) * call.rows):
+            i, r = first + at // call.rows, at % call.rows
+            x, place = biased(strip, floats(sums)[at], stage.bias, i), r * stage.outputs + i
             if stage.gate != 0:
-                x *= gates[(i - start) * call.rows + r]
+                x *= gates[(first - start) * call.rows + at]
             if added != 0:
-                x += number(added, at, half_added)
-            put(out, at, x, half_out)
+                x += number(added, place, half_added)
+            put(out, place, x, half_out)
 
 
 @part
@@ -207,21 +219,6 @@ def activated(activation, x):
         return x * np.float32(0.5) * np.float32(1 + math.erf(x * np.float32(ROOT_HALF)))
     inner = np.float32(TANH_FACTOR) * (x + np.float32(TANH_CUBE) * x * x * x)
     return x * np.float32(0.5) * np.float32(1 + math.tanh(inner))
-
-
-@part
-@no_type_check
-def multiply(strip, count, rows, width, weight, i, sums):
-    """sums[r] = rows[r] . weight[i] for all rows, four, two or one of them at a time."""
-    r, place = 0, weight + strip.item * i * width
-    while r + 4 <= count:
-        dots_of_four(strip, rows + 4 * r * width, place, width, sums + 4 * r)
-        r += 4
-    if r + 2 <= count:
-        dots_of_two(strip, rows + 4 * r * width, place, width, sums + 4 * r)
-        r += 2
-    if r < count:
-        dots_of_one(strip, rows + 4 * r * width, place, width, sums + 4 * r)
 
 
 @no_type_check
@@ -280,42 +277,43 @@ def scale(e, strip, row, width, factor, weight, shift):
             e.write(b.fmul(b.fmul(x, factor), b.fadd(w, shift)), place, 4 * e.lanes * i)
 
 
+@emits(types.void)
 @no_type_check
-def _dots(e, strip, rows, x, weight, width, sums):
-    """sums[r] = x[r] . weight of so many rows. Each sum is two vectors, added at the end."""
-    b, count = e.builder, 2 * e.lanes
-    cells = [[e.variable(e.constant(0.0)) for _ in range(2)] for _ in range(rows)]
+def multiply(e, strip, count, rows, width, weight, first, end, sums):
+    """sums[i - first, r] = rows[r] . weight[i] of one or two outputs i from `first` to before `end`
+    and of all rows: four, two or one of them at a time."""
+    b = e.builder
+    several = b.sub(end, first)
+    weight = e.advance(weight, b.mul(first, width), strip.item)
+    for outputs in range(1, strip.outputs + 1):
+        with b.if_then(b.icmp_signed("==", several, INT64(outputs))):
+            done = INT64(0)
+            for together in (4, 2, 1):
+                with e.loop(b.udiv(b.sub(count, done), INT64(together))) as turn:
+                    r = b.add(done, b.mul(turn, INT64(together)))
+                    x, at = e.advance(rows, b.mul(r, width), 4), e.advance(sums, r, 4)
+                    for i, dots in enumerate(_dots(e, strip, together, outputs, x, weight, width)):
+                        e.write(dots, e.advance(at, b.mul(count, INT64(i)), 4))
+                done = b.and_(count, INT64(-together))
+
+
+@no_type_check
+def _dots(e, strip, rows, outputs, x, weight, width):
+    """For each of so many outputs i: x[r] . weight[i] of so many rows. Each sum is two vectors,
+    added at the end."""
+    b, count, zero = e.builder, 2 * e.lanes, e.constant(0.0)
+    ahead, level = strip.request
+    cells = [[[e.variable(zero) for _ in "ab"] for _ in range(rows)] for _ in range(outputs)]
     with _along(e, width) as turn:
-        at = b.mul(turn, INT64(count))
-        start = e.advance(weight, at, strip.item)
-        if e.lanes < 16:
-            e.prefetch(LINE, b.add(start, INT64(AHEAD)))
-        elif not strip.half:
-            e.prefetch(count * strip.item, b.add(start, INT64(FAR_AHEAD)), level=2)
-        ws = e.elements(start, count, strip.half)
-        for r, pair in enumerate(cells):
+        at, ws = b.mul(turn, INT64(count)), []
+        for i in range(outputs):
+            start = e.advance(weight, b.add(at, b.mul(width, INT64(i))), strip.item)
+            if ahead:
+                e.prefetch(count * strip.item, b.add(start, INT64(ahead)), level=level)
+            ws.append(e.elements(start, count, strip.half))
+        for r in range(rows):
             ys = e.elements(e.advance(x, b.add(at, b.mul(width, INT64(r))), 4), count, False)
-            for w, y, cell in zip(ws, ys, pair, strict=True):
-                e.accumulate(cell, w, y)
-    e.write(e.sums([b.fadd(*map(b.load, pair)) for pair in cells]), sums)
-
-
-@emits(types.void)
-@no_type_check
-def dots_of_one(e, strip, x, weight, width, sums):
-    """`_dots` of one row."""
-    _dots(e, strip, 1, x, weight, width, sums)
-
-
-@emits(types.void)
-@no_type_check
-def dots_of_two(e, strip, x, weight, width, sums):
-    """`_dots` of two rows."""
-    _dots(e, strip, 2, x, weight, width, sums)
-
-
-@emits(types.void)
-@no_type_check
-def dots_of_four(e, strip, x, weight, width, sums):
-    """`_dots` of four rows: AVX2's sixteen registers hold their sums."""
-    _dots(e, strip, 4, x, weight, width, sums)
+            for i in range(outputs):
+                for w, y, cell in zip(ws[i], ys, cells[i][r], strict=True):
+                    e.accumulate(cell, w, y)
+    return [e.sums([b.fadd(*map(b.load, pair)) for pair in pairs]) for pairs in cells]

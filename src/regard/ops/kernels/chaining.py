@@ -265,8 +265,8 @@ def strip_for(widths: frozenset[int], dtype: torch.dtype) -> Strip | None:
     fitting = (n for n in (16, 8, 4) if n <= machine_lanes())
     lanes = next((n for n in fitting if all(x and x % (2 * n) == 0 for x in widths)), 0)
     readable = dtype in (torch.float32, torch.bfloat16)
-    outputs = 1 if is_amd() or lanes < 16 else 2
-    return Strip(lanes, dtype is torch.bfloat16, outputs) if lanes and readable else None
+    streams = 1 if is_amd() or lanes < 16 else 4
+    return Strip(lanes, dtype is torch.bfloat16, streams) if lanes and readable else None
 
 
 @functools.cache
@@ -283,7 +283,8 @@ def counter_bytes(stages: int, threads: int) -> int:
 @functools.cache
 def block_of(outputs: int, row_bytes: int) -> int:
     """The outputs of a task, for rows of so many bytes of weights."""
-    return max(1, min(TASK, max(LEAST, outputs * row_bytes // TASKS)) // row_bytes)
+    most = max(TASK, 4 * row_bytes)  # the streams of a strip
+    return max(1, min(most, max(LEAST, outputs * row_bytes // TASKS)) // row_bytes)
 
 
 def is_plain(x: Tensor, dtype: torch.dtype) -> bool:

@@ -3,11 +3,12 @@ each weight is read once for all rows.
 
     x [rows, width]      weight [outputs, width]       out [rows, outputs]
 
-One row of the weight after the other, or two at once, is multiplied by up to four rows of x, whose
-sums are in registers. An AMD EPYC of Zen 4 reads memory quicker as one stream than as several, an
-Intel Xeon with AMX as two. A task is some outputs. Each thread has a share of the tasks that lie
-side by side, and then takes what is left of the others'. A dot product adds its terms in the same
-order whatever the number of rows, tasks and threads: a row has the same bits in each.
+A task is some outputs: one row of the weight after the other is multiplied by up to four rows of x,
+whose sums are in registers. An AMD EPYC of Zen 4 reads memory quicker as one stream than as more, a
+core of an Intel Xeon with AMX as four in three quarters of the time: there parts of a task are read
+at once. Each thread has a share of the tasks that lie side by side, and then takes what is left of
+the others'. A dot product adds its terms in the same order whatever the number of rows, tasks and
+threads: a row has the same bits in each.
 
 One call runs a chain of products. A product may norm its rows first (RMSNorm, arXiv:1910.07467), be
 gated by the activation of another one (arXiv:2002.05202), and be added to other rows. It may wait
@@ -43,15 +44,15 @@ class Strip(NamedTuple):
 
     lanes: int  # float32 elements of a vector: 16, 8 or 4
     half: bool  # weights are bfloat16; otherwise float32
-    outputs: int  # whose weights are read at once: 1 or 2
+    streams: int  # of memory, 1 or 4: outputs of a task whose weights are read at once
 
     @property
     def request(self) -> tuple[int, int]:
         """So many bytes before weights are read, they are requested from memory for this cache; 0
         without requests. An AMD EPYC of Zen 4 reads float32 quicker by far requests to the second
         cache, at the memory's speed (`step_shares.py`), and bfloat16 quicker without any."""
-        if self.outputs == 2:
-            return 4096, 1
+        if self.streams > 1:
+            return 2048, 1
         if self.lanes < 16:
             return 1024, 1
         return (0, 0) if self.half else (3072, 2)
@@ -176,28 +177,30 @@ def multiply_share(strip, call, stage, rows, share, finished, sums):
 @part
 @no_type_check
 def multiply_task(strip, call, stage, rows, start, sums):
-    """The outputs of a task; those of the gate first, so that memory is read as one stream."""
+    """The outputs of a task; those of the gate first."""
     stop, gates = min(start + stage.block, stage.outputs), floats(sums + LINE)
     added, out = call.places[stage.added], call.places[stage.out]
     half_added, half_out = strip.half and not stage.added_wide, strip.half and not stage.out_wide
-    if stage.gate != 0:
-        for first in range(start, stop, strip.outputs):
-            end = min(first + strip.outputs, stop)
-            multiply(strip, call.rows, rows, stage.width, stage.gate, first, end, sums)
-            for at in range((end - first) * call.rows):
-                x = biased(strip, floats(sums)[at], stage.gate_bias, first + at // call.rows)
-                gates[(first - start) * call.rows + at] = activated(stage.activation, x)
-    for first in range(start, stop, strip.outputs):
-        end = min(first + strip.outputs, stop)
-        multiply(strip, call.rows, rows, stage.width, stage.weight, first, end, sums)
-        for at in range((end - first) * call.rows):
-            i, r = first + at // call.rows, at % call.rows
-            x, place = biased(strip, floats(sums)[at], stage.bias, i), r * stage.outputs + i
-            if stage.gate != 0:
-                x *= gates[(first - start) * call.rows + at]
-            if added != 0:
-                x += number(added, place, half_added)
-            put(out, place, x, half_out)
+    several = strip.streams if call.rows < 4 else (strip.streams + 1) // 2  # for want of registers
+    apart, rest = (stop - start) // several, (stop - start) % several
+    for gated in (True, False):
+        weight, bias = (stage.gate, stage.gate_bias) if gated else (stage.weight, stage.bias)
+        for turn in range(apart + rest if weight != 0 else 0):
+            count = several if turn < apart else 1
+            first = start + turn if turn < apart else start + turn + (several - 1) * apart
+            multiply(strip, call.rows, rows, stage.width, weight, first, apart, count, sums)
+            for at in range(count * call.rows):
+                i, r = first + at // call.rows * apart, at % call.rows
+                x, gate = biased(strip, floats(sums)[at], bias, i), (i - start) * call.rows + r
+                if gated:
+                    gates[gate] = activated(stage.activation, x)
+                    continue
+                if stage.gate != 0:
+                    x *= gates[gate]
+                place = r * stage.outputs + i
+                if added != 0:
+                    x += number(added, place, half_added)
+                put(out, place, x, half_out)
 
 
 @part
@@ -279,41 +282,41 @@ def scale(e, strip, row, width, factor, weight, shift):
 
 @emits(types.void)
 @no_type_check
-def multiply(e, strip, count, rows, width, weight, first, end, sums):
-    """sums[i - first, r] = rows[r] . weight[i] of one or two outputs i from `first` to before `end`
-    and of all rows: four, two or one of them at a time."""
+def multiply(e, strip, rows, x, width, weight, first, apart, outputs, sums):
+    """sums[k, r] = x[r] . weight[first + k apart] of all rows, four, two or one of them at a time,
+    and so many outputs."""
     b = e.builder
-    several = b.sub(end, first)
-    weight = e.advance(weight, b.mul(first, width), strip.item)
-    for outputs in range(1, strip.outputs + 1):
-        with b.if_then(b.icmp_signed("==", several, INT64(outputs))):
+    place, apart = e.advance(weight, b.mul(first, width), strip.item), b.mul(apart, width)
+    for several in {1, (strip.streams + 1) // 2, strip.streams}:
+        with b.if_then(b.icmp_signed("==", outputs, INT64(several))):
             done = INT64(0)
-            for together in (4, 2, 1):
-                with e.loop(b.udiv(b.sub(count, done), INT64(together))) as turn:
+            for together in (t for t in (4, 2, 1) if t * several <= 8):  # for want of registers
+                with e.loop(b.udiv(b.sub(rows, done), INT64(together))) as turn:
                     r = b.add(done, b.mul(turn, INT64(together)))
-                    x, at = e.advance(rows, b.mul(r, width), 4), e.advance(sums, r, 4)
-                    for i, dots in enumerate(_dots(e, strip, together, outputs, x, weight, width)):
-                        e.write(dots, e.advance(at, b.mul(count, INT64(i)), 4))
-                done = b.and_(count, INT64(-together))
+                    xs, at = e.advance(x, b.mul(r, width), 4), e.advance(sums, r, 4)
+                    found = _dots(e, strip, together, several, xs, place, width, apart)
+                    for k, dots in enumerate(found):
+                        e.write(dots, e.advance(at, b.mul(rows, INT64(k)), 4))
+                done = b.and_(rows, INT64(-together))
 
 
 @no_type_check
-def _dots(e, strip, rows, outputs, x, weight, width):
-    """For each of so many outputs i: x[r] . weight[i] of so many rows. Each sum is two vectors,
-    added at the end."""
+def _dots(e, strip, rows, outputs, x, weight, width, apart):
+    """x[r] . weight[k apart], in elements, of so many rows for each of so many outputs k. Each sum
+    is two vectors, added at the end."""
     b, count, zero = e.builder, 2 * e.lanes, e.constant(0.0)
     ahead, level = strip.request
     cells = [[[e.variable(zero) for _ in "ab"] for _ in range(rows)] for _ in range(outputs)]
     with _along(e, width) as turn:
         at, ws = b.mul(turn, INT64(count)), []
-        for i in range(outputs):
-            start = e.advance(weight, b.add(at, b.mul(width, INT64(i))), strip.item)
+        for k in range(outputs):
+            start = e.advance(weight, b.add(at, b.mul(apart, INT64(k))), strip.item)
             if ahead:
                 e.prefetch(count * strip.item, b.add(start, INT64(ahead)), level=level)
             ws.append(e.elements(start, count, strip.half))
         for r in range(rows):
             ys = e.elements(e.advance(x, b.add(at, b.mul(width, INT64(r))), 4), count, False)
-            for i in range(outputs):
-                for w, y, cell in zip(ws[i], ys, cells[i][r], strict=True):
+            for k in range(outputs):
+                for w, y, cell in zip(ws[k], ys, cells[k][r], strict=True):
                     e.accumulate(cell, w, y)
     return [e.sums([b.fadd(*map(b.load, pair)) for pair in pairs]) for pairs in cells]

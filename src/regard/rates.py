@@ -180,10 +180,9 @@ def processor_name() -> str:
 
 
 @functools.cache
-def is_amd() -> bool:
-    """Whether the processor is AMD's: its memory is read quickest in another order than Intel's,
-    and its large products by another library."""
-    return "AuthenticAMD" in " ".join(processor())
+def is_made_by(maker: str) -> bool:
+    """Whether the processor names this maker, "AuthenticAMD" or "GenuineIntel"."""
+    return maker in " ".join(processor())
 
 
 class Rates:

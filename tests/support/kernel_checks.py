@@ -13,7 +13,7 @@ from regard.cache.codes import QuantizedStream, quantize
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.specification import Specification
 from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, Format, tile_for
-from regard.ops.kernels.vectors import machine_lanes
+from regard.ops.kernels.vectors import machine_lanes, memory_streams
 
 UNIT = torch.finfo(torch.float32).eps / 2
 
@@ -76,7 +76,10 @@ def check_specification(q, k, v, bias=None, joined=False, lanes=None, pages=None
     out, lse = decode(q, k, scale=0.17, bias=bias, **given)
     b, g, m, d = q.shape
     size, count = (0, keys.shape[2]) if pages is None else (pages.size, pages.keys)
-    tile = tile_for(m, d, dv, half, joined, bias is not None, lanes, k_form, v_form, size)
+    streams = {"streams": memory_streams()}
+    tile = tile_for(
+        m, d, dv, half, joined, bias is not None, lanes, k_form, v_form, size, **streams
+    )
     twin = Specification(tile, has_fma())
     added = None if bias is None else bias.expand(b, g, m, count).numpy()
     k_array, v_array = array_of(twin, k), array_of(twin, v)

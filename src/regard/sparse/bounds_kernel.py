@@ -173,7 +173,7 @@ def multiply(tile, padded, count, queries, keys, stride, products):
         for j in range(0, count, tile.keys):
             if r == 0:
                 for i in range(j, min(count, j + tile.keys)):
-                    prefetch_far(tile, keys + (i + FAR * tile.block) * stride)
+                    prefetch_far(tile, keys + FAR * tile.block * stride, i, stride)
             dot_products(tile, queries + r * tile.query_bytes, keys, stride, 0, 0, j, count - 1,
                          products + 4 * r * tile.block)  # fmt: skip
 

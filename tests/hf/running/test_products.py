@@ -296,7 +296,7 @@ def test_inference_mode_makes_inference_tensors(layer, calls):
 def amd(monkeypatch):
     """Whether oneDNN ran each product of many rows, on a processor of AMD."""
     found, run = [], products.by_onednn
-    monkeypatch.setattr(products, "is_amd", lambda: True)
+    monkeypatch.setattr(products, "is_made_by", "AuthenticAMD".__eq__)
     monkeypatch.setattr(products, "LARGE", SMALLEST)
     monkeypatch.setattr(products, "by_onednn", lambda *given: found.append(1) or run(*given))
     return found
@@ -349,9 +349,9 @@ def test_which_products_suit_onednn(monkeypatch):
     for name, wanted in (("vendor_id\t: AuthenticAMD", True), ("vendor_id\t: GenuineIntel", False)):
         monkeypatch.setattr(rates, "processor", lambda name=name: ("x86_64", "2", name))
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-        monkeypatch.setattr(products, "is_amd", rates.is_amd.__wrapped__)
+        monkeypatch.setattr(products, "is_made_by", rates.is_made_by.__wrapped__)
         assert products.suits_onednn(large) == wanted
         monkeypatch.undo()
-    monkeypatch.setattr(products, "is_amd", lambda: True)
+    monkeypatch.setattr(products, "is_made_by", "AuthenticAMD".__eq__)
     assert not products.suits_onednn(small)
     assert not products.suits_onednn(large.bfloat16())

@@ -172,7 +172,7 @@ def in_pages(pages, tokens, width, bits, dtype, offset):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("kind", few(PAGED[::-1], 3), ids=str)
-def test_pages_are_found_through_their_table(kind, shared):
+def test_pages_are_found_through_their_table(kind, shared, streams):
     torch.manual_seed(0)
     pages, tokens = drawn_pages(kind.page, kind.skipped, kind.keys, kind.batch, shared=shared)
     dtype = torch.bfloat16 if kind.half else torch.float32
@@ -278,19 +278,19 @@ def test_keys_in_floating_point_and_values_as_codes():
 
 
 @pytest.mark.parametrize("rows", few([1, 2, 3, 4, 5, 6, 7, 8, 16, 33], 3))
-def test_every_number_of_rows(rows):
+def test_every_number_of_rows(rows, streams):
     k, v = torch.randn(2, 2, 2, 333, 32)
     check(torch.randn(2, 2, rows, 32), k, v)
 
 
 @pytest.mark.parametrize("rows", [16, 40])
-def test_values_that_are_the_first_columns_of_the_keys(rows):
+def test_values_that_are_the_first_columns_of_the_keys(rows, streams):
     q, k = torch.randn(1, 1, rows, 96).bfloat16(), torch.randn(1, 1, 600, 96).bfloat16()
     check(q, k, k[..., :64], joined=True)
 
 
 @pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 255, 256, 257, 1025])
-def test_every_number_of_keys(keys):
+def test_every_number_of_keys(keys, streams):
     q, k = torch.randn(1, 1, 3, 32), torch.randn(1, 1, keys, 32)
     v = torch.randn(1, 1, keys, 32)
     check(q, k, v)

@@ -45,16 +45,16 @@ def test_dot_products_are_those_of_the_specification(lanes, half):
 def test_prefetch_value_changes_nothing():
     tile, value = tile_of(16), random(48)
     before = value.copy()
-    run(intrinsics.prefetch_value, tile, value)
-    run(intrinsics.prefetch_value, tile, 0)  # an address without memory is no error
+    run(intrinsics.prefetch_value, tile, value, 1, 8)
+    run(intrinsics.prefetch_value, tile, 0, 1, 8)  # an address without memory is no error
     np.testing.assert_array_equal(value, before)
 
 
 def test_prefetch_far_changes_nothing():
     tile, keys = tile_of(16), random(48)
     before = keys.copy()
-    run(intrinsics.prefetch_far, tile, keys)
-    run(intrinsics.prefetch_far, tile, 1 << 62)  # an address without memory is no error
+    run(intrinsics.prefetch_far, tile, keys, 1, 8)
+    run(intrinsics.prefetch_far, tile, 1 << 62, 1, 8)  # an address without memory is no error
     np.testing.assert_array_equal(keys, before)
 
 

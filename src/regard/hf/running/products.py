@@ -17,7 +17,7 @@ from torch.nn import functional
 from regard.hf.running.binding import bind, function_of
 from regard.matrices import MOST_ROWS, same_product
 from regard.ops.backends.fused import is_installed
-from regard.rates import is_amd
+from regard.rates import is_made_by
 from regard.tracing import is_immediate
 
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
@@ -87,7 +87,7 @@ def suits_onednn(weight: Tensor) -> bool:
     processors the two were not compared."""
     if weight.dtype is not torch.float32 or weight.numel() < LARGE:
         return False
-    return is_amd() and mkldnn.is_available() and bool(mkldnn.enabled)
+    return is_made_by("AuthenticAMD") and mkldnn.is_available() and bool(mkldnn.enabled)
 
 
 @functools.cache

@@ -20,8 +20,7 @@ from regard.ops.kernels.row_products import (
 )
 from regard.ops.kernels.threads import launch, yield_address
 from regard.ops.kernels.tiles import LINE
-from regard.ops.kernels.vectors import machine_lanes
-from regard.rates import is_amd
+from regard.ops.kernels.vectors import machine_lanes, memory_streams
 
 TASK = 1 << 16  # bytes of weights of a task, at most
 LEAST = 1 << 13  # and at least: to take a task costs a hundredth of the time to read as many
@@ -265,7 +264,7 @@ def strip_for(widths: frozenset[int], dtype: torch.dtype) -> Strip | None:
     fitting = (n for n in (16, 8, 4) if n <= machine_lanes())
     lanes = next((n for n in fitting if all(x and x % (2 * n) == 0 for x in widths)), 0)
     readable = dtype in (torch.float32, torch.bfloat16)
-    streams = 1 if is_amd() or lanes < 16 else 4
+    streams = memory_streams() if lanes == 16 else 1
     return Strip(lanes, dtype is torch.bfloat16, streams) if lanes and readable else None
 
 

@@ -264,9 +264,9 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
             if r == 0:
                 for u in range(i, min(count, i + tile.keys)):
                     if k_far and not tile.v_integers:
-                        prefetch_far(tile, k_far + u * k_apart)
+                        prefetch_far(tile, k_far, u, k_apart)
                     elif not tile.joined:
-                        prefetch_value(tile, v + u * v_stride)
+                        prefetch_value(tile, v, u, v_stride)
             dot_products(tile, queries + r * tile.query_bytes, k, k_stride, of_k, k_pace, i,
                          count - 1, scores + 4 * r * tile.block)  # fmt: skip
     for r in range(0, padded if tile.k_integers else 0, tile.rows):

@@ -23,6 +23,7 @@ def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahe
     apart; or a part of the values at `far`, if it is not 0."""
 
     def prefetch(j):
+        j = e.in_turns(j, tile.block, tile.streams)
         _prefetch(e, tile, e.builder.add(ahead, e.builder.mul(j, pace)), far, j, stride)
 
     _add_weighted(e, tile, count, weights, values, stride, sums, prefetch)

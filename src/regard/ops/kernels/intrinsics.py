@@ -156,17 +156,19 @@ def dot_products(e, tile, queries, keys, stride, scales, pace, first, last, scor
 
 @emits(types.void)
 @no_type_check
-def prefetch_value(e, tile, address):
+def prefetch_value(e, tile, values, j, stride):
     """Request a row of values from memory before it is needed."""
-    e.prefetch(tile.v.bytes(tile.value_width), address, 2 if tile.v_integers else 1)
+    place = e.builder.add(values, e.builder.mul(e.in_turns(j, tile.block, tile.streams), stride))
+    e.prefetch(tile.v.bytes(tile.value_width), place, 2 if tile.v_integers else 1)
 
 
 @emits(types.void)
 @no_type_check
-def prefetch_far(e, tile, address):
+def prefetch_far(e, tile, keys, j, stride):
     """Request a row of keys long before it is needed: for the second cache, since the first has no
     room for a page."""
-    e.prefetch(tile.k.bytes(tile.width), address, 2)
+    place = e.builder.add(keys, e.builder.mul(e.in_turns(j, tile.block, tile.streams), stride))
+    e.prefetch(tile.k.bytes(tile.width), place, 2)
 
 
 @emits(types.void)

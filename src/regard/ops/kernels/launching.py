@@ -26,7 +26,12 @@ from regard.ops.kernels.tiles import (
     Tile,
     tile_for,
 )
-from regard.ops.kernels.vectors import machine_lanes, multiplies_pairs, multiplies_words
+from regard.ops.kernels.vectors import (
+    machine_lanes,
+    memory_streams,
+    multiplies_pairs,
+    multiplies_words,
+)
 
 NARROWEST = 4  # lanes of a vector, NEON's
 LOG2E = math.log2(math.e)  # the kernel computes powers of 2; in float64, rounded with the scale
@@ -218,7 +223,7 @@ def latent_format(dtype: torch.dtype, rank: int, rotated: int, lanes: int) -> Fo
 @functools.cache
 def compiled(*of_tile: Any) -> tuple[Tile, int]:
     """The tile of these arguments of `tile_for`, and the address of its machine code."""
-    tile = tile_for(*of_tile)
+    tile = tile_for(*of_tile, streams=memory_streams())
     return tile, int(kernel(tile).address)
 
 

@@ -65,7 +65,7 @@ class Tile(NamedTuple):
     rows: int  # query rows that are multiplied with a key while it is in registers
     width: int  # elements of a query and of a key, D
     value_width: int  # elements of a value, Dv
-    block: int  # keys whose scores are computed before their values are read: 16, 32 or 64
+    block: int  # keys whose scores are computed before their values: 16, 32 or 64
     half: bool  # q is bfloat16; otherwise float32
     joined: bool  # a value is the first `value_width` elements of its key (absorbed MLA)
     biased: bool  # a float32 bias is added to the scores
@@ -74,6 +74,7 @@ class Tile(NamedTuple):
     paged: bool = False  # keys and values lie in pages, which are found through a table
     direct: bool = False  # codes are dequantised in registers, as they are multiplied
     integers: bool = False  # codes may be multiplied as integers: `k_integers`, `v_integers`
+    streams: int = 1  # parts of a block that are requested from memory in turns
 
     @property
     def item(self) -> int:
@@ -210,7 +211,7 @@ class Tile(NamedTuple):
     def requests_all(self) -> bool:
         """Whether every block is requested long before it is read, as float32 is, which has most
         bytes for each product; otherwise only blocks that follow no other in memory are."""
-        return not self.k.rebuilt and {self.k.bits, self.v.bits} == {32}
+        return self.streams == 1 and not self.k.rebuilt and {self.k.bits, self.v.bits} == {32}
 
     @property
     def query_bytes(self) -> int:
@@ -289,13 +290,15 @@ def tile_for(
     v: Format | None = None,
     page: int = 0,
     integers: bool = False,
+    *,
+    streams: int = 1,
 ) -> Tile:
     """The tile for so many rows: of those that pad least, the one with most rows.
 
     `k` and `v` are the formats of keys and values, those of the queries by default; `page` is the
     size of the pages that they lie in, 0 without pages: a whole number of blocks, if it can be.
-    Codes are dequantised into registers where one tile multiplies them, else into the cache; with
-    `integers` they are not, where the processor multiplies pairs of integers.
+    Codes are dequantised into registers where one tile multiplies them, else into the cache; not
+    with `integers`, of which the processor multiplies pairs. Others have blocks for all `streams`.
     """
     plain = BFLOAT16 if half else FLOAT32
     k = k or plain
@@ -305,11 +308,12 @@ def tile_for(
     in_tile = min(tiles, key=lambda r: (-(-rows // r) * r, -r))
     codes = k.quantized or v.quantized
     direct = codes and not joined and rows == in_tile and width <= UNROLLED[lanes]
-    block = next((x for x in (16, 32) if x * k.bytes(width) >= BLOCK_BYTES), 64)
+    streams = 1 if codes or k.rebuilt else streams
+    block = next((x for x in (16, 32) if x * k.bytes(width) >= streams * BLOCK_BYTES), 64)
     few = in_tile < min(2, rows)  # rows of a tile: each tile transposes all codes
     tile = Tile(
         lanes, in_tile, width, value_width, block, half, joined, biased, k, v, page > 0, direct,
-        integers and codes and not few,
+        integers and codes and not few, streams,
     )  # fmt: skip
     if tile.k_integers or tile.v_integers:
         block = max(32, block)  # what is rounded once for a block takes less time then

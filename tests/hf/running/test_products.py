@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -355,3 +356,9 @@ def test_which_products_suit_onednn(monkeypatch):
     monkeypatch.setattr(products, "is_made_by", "AuthenticAMD".__eq__)
     assert not products.suits_onednn(small)
     assert not products.suits_onednn(large.bfloat16())
+
+
+def test_no_tokens_need_no_compiled_code(layer, monkeypatch):
+    monkeypatch.setattr(products, "most_rows", lambda *_: 0)  # as without numba
+    monkeypatch.setitem(sys.modules, "regard.ops.kernels.chaining", None)
+    assert layer(torch.empty(0, WIDTH)).shape == (0, WIDTH)

@@ -52,7 +52,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         tensors = (input, weight) if bias is None else (input, weight, bias)
         if _runs_now(tensors):
-            if input.numel() <= most_rows(weight.dtype, width := weight.shape[-1]) * width:
+            if 0 < input.numel() <= most_rows(weight.dtype, width := weight.shape[-1]) * width:
                 from regard.ops.kernels.chaining import linear  # imports numba
 
                 if (out := linear(input, weight, bias)) is not None:

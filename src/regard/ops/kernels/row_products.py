@@ -4,10 +4,10 @@ each weight is read once for all rows.
     x [rows, width]      weight [outputs, width]       out [rows, outputs]
 
 A task is some outputs: one row of the weight after the other is multiplied by up to four rows of x,
-whose sums are in registers. An AMD EPYC of Zen 4 reads memory quicker as one stream than as more, a
-core of an Intel Xeon with AMX as four in three quarters of the time: there parts of a task are read
-at once. Each thread has a share of the tasks that lie side by side, and then takes what is left of
-the others'. A dot product adds its terms in the same order whatever the number of rows, tasks and
+whose sums are in registers. An Intel Xeon with AMX reads memory quicker as four streams than as
+one: there outputs of four parts of a task are multiplied at once. An AMD EPYC of Zen 4 does not.
+Each thread has a share of the tasks that lie side by side, and then takes what is left of the
+others'. A dot product adds its terms in the same order whatever the number of rows, tasks and
 threads: a row has the same bits in each.
 
 One call runs a chain of products. A product may norm its rows first (RMSNorm, arXiv:1910.07467), be

@@ -65,7 +65,7 @@ class Tile(NamedTuple):
     rows: int  # query rows that are multiplied with a key while it is in registers
     width: int  # elements of a query and of a key, D
     value_width: int  # elements of a value, Dv
-    block: int  # keys whose scores are computed before their values: 16, 32 or 64
+    block: int  # keys whose scores are computed before their values are read: 16, 32 or 64
     half: bool  # q is bfloat16; otherwise float32
     joined: bool  # a value is the first `value_width` elements of its key (absorbed MLA)
     biased: bool  # a float32 bias is added to the scores

@@ -55,8 +55,8 @@ def multiplies_words(lanes: int) -> bool:
 
 @functools.cache
 def memory_streams() -> int:
-    """Streams as which memory is read quickest: on a core of an Intel Xeon with AMX in three
-    quarters of the time of one, of which it reads no more ahead; on an AMD EPYC of Zen 4 one."""
+    """Streams as which a core reads memory quickest: of an Intel Xeon with AMX four, in three
+    quarters of the time of one; of an AMD EPYC of Zen 4 one, as on processors not measured."""
     return 4 if is_made_by("GenuineIntel") else 1
 
 

@@ -76,10 +76,8 @@ def check_specification(q, k, v, bias=None, joined=False, lanes=None, pages=None
     out, lse = decode(q, k, scale=0.17, bias=bias, **given)
     b, g, m, d = q.shape
     size, count = (0, keys.shape[2]) if pages is None else (pages.size, pages.keys)
-    streams = {"streams": memory_streams()}
-    tile = tile_for(
-        m, d, dv, half, joined, bias is not None, lanes, k_form, v_form, size, **streams
-    )
+    biased, streams = bias is not None, memory_streams()
+    tile = tile_for(m, d, dv, half, joined, biased, lanes, k_form, v_form, size, streams=streams)
     twin = Specification(tile, has_fma())
     added = None if bias is None else bias.expand(b, g, m, count).numpy()
     k_array, v_array = array_of(twin, k), array_of(twin, v)

@@ -23,7 +23,7 @@ from regard.tracing import is_immediate
 SMALLEST = 1 << 16  # weights of a layer, at least: a product with fewer takes torch as long as the
 # Python around the compiled code
 HALVES = torch.bfloat16, torch.float16
-WIDE, OF_WIDE = 1024, 4  # elements of a row; rows of more elements, at most, beside torch's AMX
+WIDE, WIDE_ROWS = 1024, 4  # elements: a longer row is wide; so many, at most, beside torch's AMX
 WIDENED = 1 << 24  # weights, at most, that are float32 at a time: 64 MiB
 LARGE = 1 << 18  # weights, at least: with fewer, oneDNN prepares for longer than it gains
 
@@ -92,14 +92,14 @@ def suits_onednn(weight: Tensor) -> bool:
 
 @functools.cache
 def most_rows(dtype: torch.dtype, width: int) -> int:
-    """Rows of so many elements that compiled code multiplies in less time than torch, which takes
-    0.7 of the time for eight wide ones with AMX; in bfloat16, only x86 was measured."""
+    """Rows of so many elements that compiled code multiplies in less time than torch; with AMX
+    torch multiplies many wide ones sooner. In bfloat16, only x86 was measured."""
     lanes, features = _machine()
     if dtype is torch.float32:
         return MOST_ROWS if is_installed() else 0
     if dtype is not torch.bfloat16 or lanes < 8:
         return 0
-    return OF_WIDE if width > WIDE and "+amx-bf16" in features else MOST_ROWS
+    return WIDE_ROWS if width > WIDE and "+amx-bf16" in features else MOST_ROWS
 
 
 @functools.cache

@@ -287,7 +287,7 @@ def multiply(e, strip, rows, x, width, weight, first, apart, outputs, sums):
     and so many outputs."""
     b = e.builder
     place, apart = e.advance(weight, b.mul(first, width), strip.item), b.mul(apart, width)
-    for several in {1, (strip.streams + 1) // 2, strip.streams}:
+    for several in (n for n in (1, 2, 4) if n <= strip.streams):
         with b.if_then(b.icmp_signed("==", outputs, INT64(several))):
             done = INT64(0)
             for together in (t for t in (4, 2, 1) if t * several <= 8):  # for want of registers

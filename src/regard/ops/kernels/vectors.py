@@ -55,8 +55,8 @@ def multiplies_words(lanes: int) -> bool:
 
 @functools.cache
 def memory_streams() -> int:
-    """Streams as which a core reads memory quickest: of an Intel Xeon with AMX four, in three
-    quarters of the time of one; of an AMD EPYC of Zen 4 one, as on processors not measured."""
+    """Streams as which memory is read quickest (`scattered_reads.py`): measured on an Intel Xeon
+    with AMX, for which all of Intel's are taken, and on an AMD EPYC of Zen 4, as for all others."""
     return 4 if is_made_by("GenuineIntel") else 1
 
 

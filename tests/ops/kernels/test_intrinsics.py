@@ -50,6 +50,17 @@ def test_prefetch_value_changes_nothing():
     np.testing.assert_array_equal(value, before)
 
 
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_rows_of_equal_parts_come_in_turns(streams):
+    @intrinsics.emits(numba.types.int64)
+    def in_turns(e, tile, j):
+        return e.in_turns(j, tile.block, tile.streams)
+
+    tile = tile_of(16, streams=streams)
+    found = [run(in_turns, tile, j) for j in range(tile.block)]
+    assert found == [*np.arange(tile.block).reshape(streams, -1).T.flat]
+
+
 def test_prefetch_far_changes_nothing():
     tile, keys = tile_of(16), random(48)
     before = keys.copy()

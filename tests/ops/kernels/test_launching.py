@@ -8,11 +8,17 @@ import torch
 pytest.importorskip("numba")
 
 from kernel_checks import check
-from regard.ops.kernels import launching
+from regard.ops.kernels import launching, vectors
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.tiles import Format, KeyPages, tile_for
 
 START = 1 << 20  # an address
+
+
+def test_memory_is_read_as_several_streams_on_processors_of_intel_alone(monkeypatch):
+    for maker, wanted in (("GenuineIntel", 4), ("AuthenticAMD", 1), ("ARM", 1)):
+        monkeypatch.setattr(vectors, "is_made_by", maker.__eq__)
+        assert vectors.memory_streams.__wrapped__() == wanted
 
 
 def test_calls_in_several_threads_do_not_affect_each_other():

@@ -62,6 +62,23 @@ def test_a_block_of_keys_is_long_enough_to_pay():
         assert tile.block == 64 or tile.block * width * tile.item >= BLOCK_BYTES
 
 
+def test_streams_have_longer_blocks_of_keys_that_are_no_codes_and_request_nothing_far():
+    codes, latents = Format(8, 64), Format(32, rank=48)
+    for half, k, several in (
+        (False, None, 4),
+        (True, None, 4),
+        (True, codes, 1),
+        (False, latents, 1),
+    ):
+        given = 4, 128, 128, half, False, False, 16, k, codes if k is codes else None
+        one, four = tile_for(*given), tile_for(*given, streams=4)
+        assert four.streams == several
+        least = several * BLOCK_BYTES
+        assert four.block * four.k.bytes(128) >= least or four.block == 64
+        assert (four.block > one.block) == (several == 4)
+        assert four.requests_all == (one.requests_all and several == 1)
+
+
 def test_codes_of_four_query_heads_are_converted_once_for_all_of_them():
     for lanes, bits in itertools.product((8, 16), (4, 6, 8)):
         form = Format(bits, 64)
